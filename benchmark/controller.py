@@ -33,6 +33,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,6 +47,7 @@ from areal.api.io_struct import ModelRequest, WeightUpdateMeta
 from areal.api.scheduler_api import Job, SchedulingSpec
 from areal.api.workflow_api import GroupResult, RolloutWorkflow
 from areal.api.workflow_context import workflow_context
+from areal.engine.remote.engine import RemoteEngine
 from areal.engine.remote.native import NativeRemoteEngine
 from areal.infra.scheduler.local import LocalScheduler
 from areal.rollout.event_loop import TaskRunner, tune_gc
@@ -182,16 +184,28 @@ class Probe:
 
 
 class Controller:
-    """The rollout side of a run, and a trainer that needs no time to train."""
+    """The rollout side of a run, and a trainer that needs no time to train.
 
-    def __init__(self, load: Load, num_workers: int, stack: ExitStack) -> None:
+    `publish(version)` makes the weights of `version` serve, by default by a call of the engine.
+    """
+
+    def __init__(
+        self,
+        load: Load,
+        num_workers: int,
+        stack: ExitStack,
+        engine: RemoteEngine | None = None,
+        publish: Callable[[int], None] | None = None,
+    ) -> None:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         database = stack.enter_context(RunDatabase(Path(folder) / "run.db"))
-        self._ledger = Ledger(database)
+        self.ledger = Ledger(database)
         self._runner = TaskRunner()
         self._runner.start()
         stack.callback(self._runner.close)
-        self._engine = _open_engine(load, stack)
+        self._engine = engine or _open_engine(load, stack)
+        stack.callback(self._engine.destroy)  # before the event loop ends
+        self._publish = publish or self._update
         groups = max(1, load.episodes // GROUP_SIZE)
         self._gate = StalenessManager(
             max_concurrent_rollouts=groups,
@@ -210,7 +224,7 @@ class Controller:
         self._executor = WorkflowExecutor(
             self._runner,
             self._engine,
-            self._ledger,
+            self.ledger,
             self._gate,
             run_seed=1,
             limits=FailureLimits(),
@@ -225,15 +239,29 @@ class Controller:
         self.loop_thread_id = self._on_loop(threading.get_ident)
 
     def train(self, until: float) -> None:
-        while time.monotonic() < until:
+        """At least one batch."""
+        while True:
             batch = self._executor.prepare_batch()
             self.num_samples += sum(len(t["rewards"]) for t in batch.trajectories)
             version = self._step + 1
-            self._engine.update_weights(WeightUpdateMeta(type="disk", path="", version=version))
+            self._publish(version)
             self._executor.mark_trained(batch, self._step)
             self._executor.set_version(version)
-            self._ledger.prune(self._step - 2)
+            self.ledger.prune(self._step - 2)
             self._step = version
+            if time.monotonic() >= until:
+                return
+
+    def _update(self, version: int) -> None:
+        self._engine.update_weights(WeightUpdateMeta(type="disk", path="", version=version))
+
+    @property
+    def num_steps(self) -> int:
+        return self._step
+
+    def close(self) -> None:
+        """Ends the episodes; the ledger is then at rest."""
+        self._executor.close()
 
     def start_probe(self) -> Probe:
         probe = Probe(self._gate)
@@ -258,7 +286,6 @@ def _open_engine(load: Load, stack: ExitStack) -> NativeRemoteEngine:
     stack.callback(child.terminate)
     port = json.loads(child.wait_ready(timeout_s=60))["port"]
     engine = NativeRemoteEngine([f"127.0.0.1:{port}"], "none")
-    stack.callback(engine.destroy)
     engine.initialize()
     return engine
 

@@ -39,6 +39,7 @@ class StandIn:
         self.set_version(0)
 
     def set_version(self, version: int) -> None:
+        self.version = version
         tokens = [self._draw.randrange(32_000) for _ in range(self._num_tokens)]
         logprobs = [-self._draw.random() for _ in tokens]
         finished = Finished("", tokens, logprobs, [version] * len(tokens), "stop")
@@ -85,22 +86,21 @@ class StandIn:
         self.set_version(from_json(await http.read())["version"])
         return web.json_response({})
 
+    async def health(self, http: web.Request) -> web.Response:
+        return web.json_response({"version": self.version})
+
 
 async def serve(stand_in: StandIn) -> None:
     app = web.Application(client_max_size=1 << 30)
     app.router.add_post("/generate", stand_in.generate)
     app.router.add_post("/update_weights", stand_in.update_weights)
-    app.router.add_get("/health", lambda http: _healthy())
+    app.router.add_get("/health", stand_in.health)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0, backlog=4096)
     await site.start()
     print(json.dumps({"port": runner.addresses[0][1]}), flush=True)
     await stand_in.step_for_ever()
-
-
-async def _healthy() -> web.Response:
-    return web.json_response({"version": 0})
 
 
 def main() -> None:

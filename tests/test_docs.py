@@ -87,6 +87,7 @@ MISSING = (
     "needs a Slurm cluster",
     "needs a Kubernetes cluster with KubeRay",
     "needs SkyPilot and an account of a cloud",
+    "needs a run that is alive",
     "needs a run that waits for clients",
     "needs lm-eval and inspect-ai",
     "it serves until Ctrl-C",

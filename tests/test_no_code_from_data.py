@@ -77,6 +77,7 @@ ALLOWED = {
     ("areal/rollout/workers.py", "pickle.loads"): "what it has pickled itself",
     ("areal/infra/worker.py", "pickle.loads"): "between a run and its workers, over a socket pair",
     # Ranks of one process group are one program: torch's own transport knows no keys either.
+    ("areal/engine/train/fsdp/images.py", "torch.distributed.all_gather_object"): "ranks",
     ("areal/engine/train/megatron/layout.py", "torch.distributed.broadcast_object_list"): "ranks",
     ("areal/engine/train/megatron/weights.py", "torch.distributed.all_gather_object"): "ranks",
     ("areal/engine/train/pipeline.py", "torch.distributed.broadcast_object_list"): "ranks",

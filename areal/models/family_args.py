@@ -333,6 +333,8 @@ class Qwen35ModelArgs(DecoderArgs):
         is_sparse = hf.get("model_type") == "qwen3_5_moe_text"
         defaults = _QWEN35_MOE_DEFAULTS if is_sparse else _QWEN35_DEFAULTS
         hf = defaults | {key: value for key, value in hf.items() if value is not None}
+        if not hf.get("attn_output_gate", True):
+            raise ValueError("attn_output_gate must be true: attention of a qwen3_5 is gated")
         if is_sparse:
             hf["intermediate_size"] = hf["moe_intermediate_size"]  # no layer is dense
             hf |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}

@@ -73,15 +73,16 @@ def _in_chat(part: Mapping[str, Any]) -> Any:
 
 
 def _encoded(source: Any) -> bytes:
-    if isinstance(source, bytes):
-        return source
-    if isinstance(source, str):
-        return image_bytes(source)
-    if isinstance(source, Mapping) and isinstance(source.get("bytes"), bytes):
-        return source["bytes"]  # as Hugging Face stores an image that is not decoded
-    if hasattr(source, "save"):  # PIL.Image.Image; lossless, so pixels are those of the row
+    # Hugging Face stores an image that is not decoded as {"bytes", "path"}.
+    data = source.get("bytes") if isinstance(source, Mapping) else source
+    if isinstance(data, bytes):
+        return data
+    if isinstance(data, str):
+        return image_bytes(data)
+    save = getattr(data, "save", None)
+    if callable(save):  # PIL.Image.Image; lossless, so pixels are those of the row
         buffer = io.BytesIO()
-        source.save(buffer, format="PNG")
+        save(buffer, format="PNG")
         return buffer.getvalue()
     raise ValueError(
         f"an image is encoded bytes, base64, a data: URL or a PIL image, got {source!r:.80}"

@@ -123,7 +123,8 @@ class VisionRLVRWorkflow(RolloutWorkflow):
         reward *= self.turn_discount ** (transcript.num_turns - 1)
         self._record(reward, transcript.num_turns)
         trajectory: dict[str, Any] = transcript.trajectory(reward)
-        return {**trajectory, MULTI_MODAL_KEY: [question.references]}
+        trajectory[MULTI_MODAL_KEY] = [question.references]
+        return trajectory
 
     async def arun_group(
         self, engine: InferenceEngine, data: dict[str, Any], num_samples: int
@@ -145,8 +146,8 @@ class VisionRLVRWorkflow(RolloutWorkflow):
             self._record(score, 1)
         kept = [reply for reply in map(replies.__getitem__, scores) if isinstance(reply, Sample)]
         trajectory: dict[str, Any] = group_trajectory(question.ids, kept, list(scores.values()))
-        images = [question.references] * len(kept)
-        return GroupResult({**trajectory, MULTI_MODAL_KEY: images}, failures)
+        trajectory[MULTI_MODAL_KEY] = [question.references] * len(kept)
+        return GroupResult(trajectory, failures)
 
     def close(self) -> None:
         """End the reward processes."""

@@ -29,7 +29,7 @@ CHAT_TEMPLATE = """
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Writes a tiny random vision model.")
     parser.add_argument("folder", type=Path)
     write_model(parser.parse_args().folder)
 

@@ -101,6 +101,7 @@ def test_what_a_deepseek_v2_cannot_be(overrides, message):
         ({"layer_types": ["mamba"] * 3}, r"layer_types must be .* got \['mamba'\]"),
         ({"linear_num_value_heads": 3}, r"linear_num_value_heads \(3\) must be a multiple of"),
         ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim must be at least 2, got 1"),
+        ({"attn_output_gate": False}, "attn_output_gate must be true"),
         ({"partial_rotary_factor": 0.4}, "rotates 3 of the 8 dims of a head"),
     ],
 )

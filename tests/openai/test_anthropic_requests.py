@@ -150,7 +150,7 @@ def test_a_final_message_of_the_assistant_is_a_prefill():
 @pytest.mark.parametrize(
     "block, place",
     [
-        ({"type": "image", "source": {}}, "messages[0].content[0].type"),
+        ({"type": "image", "source": {}}, "messages[0].content[0].source.type"),
         ({"type": "tool_use", "name": "f"}, "messages[0].content[0].type"),
         ({"type": "thinking", "thinking": "x"}, "messages[0].content[0].type"),
         (
@@ -159,7 +159,7 @@ def test_a_final_message_of_the_assistant_is_a_prefill():
         ),
     ],
 )
-def test_what_a_text_model_cannot_see_is_refused(block, place):
+def test_a_block_that_is_not_understood_is_refused(block, place):
     with pytest.raises(WireError) as caught:
         call_of(messages=[{"role": "user", "content": [block]}])
     assert caught.value.status == 400 and caught.value.param == place

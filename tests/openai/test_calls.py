@@ -239,11 +239,25 @@ def test_tools_that_may_not_be_used_are_not_shown():
             "messages[0].role",
             "'system', 'developer', ",
         ),
-        ({"messages": [{"role": "user"}]}, "messages[0].content", "a text or a list of text parts"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "a text or a list of parts"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+            {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
             "messages[0].content[0].type",
-            "only text",
+            "'text' or 'image_url'",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": 5}]}]},
+            "messages[0].content[0].image_url",
+            "the URL of an image",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "system", "content": [{"type": "image_url", "image_url": "x"}]}
+                ]
+            },
+            "messages[0].content",
+            "has no images",
         ),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content", "a text"),
         ({"n": 0}, "n", "from 1 to 128"),

@@ -118,7 +118,8 @@ def test_the_format_of_the_text(wanted, schema):
     [
         ({"type": "item_reference", "id": "x"}, "input[0].type"),
         ({"type": ["x"]}, "input[0].type"),
-        ({"role": "user", "content": [{"type": "input_image"}]}, "input[0].content[0].type"),
+        ({"role": "user", "content": [{"type": "input_image"}]}, "input[0].content[0].image_url"),
+        ({"role": "user", "content": [{"type": "input_file"}]}, "input[0].content[0].type"),
         ({"type": "local_shell_call", "action": "ls"}, "input[0].action"),
     ],
 )

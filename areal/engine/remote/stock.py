@@ -51,8 +51,8 @@ from areal.engine.remote.server_control import (
     ServerRefusedError,
     error_text,
 )
+from areal.models import vision_args
 from areal.models.lora_files import write_peft
-from areal.models.vision.args import placeholder_ids
 from areal.utils.device import best_device
 from areal.utils.fs import atomic_folder
 from areal.utils.hub import model_folder
@@ -81,11 +81,13 @@ class StockProtocol(ServerProtocol):
         self._model_path = str(model_path)
         self._lora_name = lora_name
         # Read here: a copy of this object may be on a machine without the folder.
-        vision = _vision_config(self.model_path)
-        self.image_token = vision.get("image_token_id")
+        config = _config(self.model_path)
+        self.image_token = config.get("image_token_id") if "vision_config" in config else None
         # A bias that no token which stands for an image survives: the trainer gives these
         # probability 0, as the native engine does.
-        self.never_sampled = {str(token): _NEVER for token in placeholder_ids(vision)}
+        tower = vision_args(config) if config else None
+        ids = () if tower is None else tower.placeholder_ids
+        self.never_sampled = {str(token): _NEVER for token in ids}
 
     @property
     def model_path(self) -> Path:
@@ -261,11 +263,9 @@ class StockProtocol(ServerProtocol):
                 self.unload_adapter(control, other)
 
 
-def _vision_config(folder: Path) -> dict[str, Any]:
-    """The config of a model with a vision tower, else nothing. Nothing is known of a folder that is
-    not on this machine."""
-    config = read_hf_config(folder) if (folder / CONFIG_FILE).is_file() else {}
-    return config if "vision_config" in config else {}
+def _config(folder: Path) -> dict[str, Any]:
+    """The model's config.json; empty where the folder is not on this machine."""
+    return read_hf_config(folder) if (folder / CONFIG_FILE).is_file() else {}
 
 
 def continuation(draft: Draft) -> ModelRequest:

@@ -44,7 +44,8 @@ class ImageProcessor:
         digest = hashlib.sha256(data).digest()
         grid = self._grids.get(digest)
         if grid is None:
-            height, width = resized_sides(*decode_image(data).rgb.shape[:2], self.rules)
+            height, width, _ = decode_image(data).rgb.shape
+            height, width = resized_sides(height, width, self.rules)
             side = self.rules.patch_size
             grid = self._grids[digest] = 1, height // side, width // side
             if len(self._grids) > _NUM_GRIDS:
