@@ -164,5 +164,10 @@ def _common(hf: Mapping[str, Any], given: Mapping[str, Any], dim: int) -> dict[s
         "rope_theta": rope.get("rope_theta", 10000.0),
         "image_token_id": tokens["image_token_id"],
         "vision_start_token_id": tokens["vision_start_token_id"],
-        "placeholder_ids": tuple(sorted(set(tokens.values()))),
+        "placeholder_ids": placeholder_ids(tokens),
     }
+
+
+def placeholder_ids(hf: Mapping[str, Any]) -> tuple[int, ...]:
+    """Ids of a config.json's image tokens, ascending; those it does not name are left out."""
+    return tuple(sorted({hf[key] for key in _TOKENS if hf.get(key) is not None}))
