@@ -209,7 +209,7 @@ async def an_error(request, message):
 
 
 async def elsewhere(request, message):
-    return web.HTTPTemporaryRedirect("http://127.0.0.1:1/mcp")
+    raise web.HTTPTemporaryRedirect("http://127.0.0.1:1/mcp")
 
 
 async def cut_stream(request, message):
