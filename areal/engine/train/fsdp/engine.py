@@ -163,13 +163,13 @@ class FSDPEngine(BaseTrainEngine[PackedModel, MasterOptimizer]):
         return mbs
 
     def _read_images(self, data: dict[str, Any]) -> HfImages | None:
-        rows = data.get(MULTI_MODAL_KEY)
+        rows, hf = data.get(MULTI_MODAL_KEY), self.model.hf
         sees = "vision_config" in self._hf_config and not self.config.is_critic
         if not sees:
             refuse_images(rows, f"this {self._hf_config['model_type']} is no image-text model")
         if self._dims.tp > 1 or self._dims.cp > 1:
             refuse_images(rows, "fsdp computes them with data parallelism alone")
-        return read_images(data, self.model.hf, self.device) if sees else None
+        return read_images(data, hf, self.device) if sees else None
 
     def _complete_images(self, mbs: list[MicroBatch]) -> list[MicroBatch]:
         if self._example is None:
