@@ -22,6 +22,7 @@ import numpy as np
 from PIL import Image
 
 from areal.api.json_text import loads_object
+from areal.models.vision.args import VisionArgs
 from areal.utils.images import ImageError
 
 _FILES = ("preprocessor_config.json", "processor_config.json")
@@ -74,6 +75,19 @@ def read_patch_rules(folder: str | Path) -> PatchRules:
         f"{folder} has no {_FILES[0]}, which says how images are cut: copy it from the folder the "
         "model was published in"
     )
+
+
+def rules_for(args: VisionArgs, folder: str | Path) -> PatchRules:
+    """`read_patch_rules`; ValueError where they cut what the tower does not take."""
+    rules = read_patch_rules(folder)
+    for name in ("patch_size", "temporal_patch_size", "merge_size"):
+        found, expected = getattr(rules, name), getattr(args, name)
+        if found != expected:
+            raise ValueError(
+                f"{folder}: {_FILES[0]} has {name} {found}, the vision_config of config.json "
+                f"{expected}; take both from one model"
+            )
+    return rules
 
 
 def _rules(given: Mapping[str, Any]) -> PatchRules:

@@ -22,7 +22,7 @@ import numpy as np
 
 from areal.models import vision_args
 from areal.models.vision.args import VisionArgs
-from areal.models.vision.patches import PatchRules, cut_patches, read_patch_rules, resized_sides
+from areal.models.vision.patches import PatchRules, cut_patches, resized_sides, rules_for
 from areal.models.vision.placeholders import expand_placeholders
 from areal.utils.hub import model_folder
 from areal.utils.images import decode_image
@@ -76,14 +76,7 @@ def load_processor(path: str | Path, tokenizer: Any, *, key: str = "processor") 
         raise ValueError(
             f"{key}: the model at {str(path)!r} reads text only; expected one with a vision tower"
         )
-    rules = read_patch_rules(folder)
-    for name in ("patch_size", "temporal_patch_size", "merge_size"):
-        if getattr(rules, name) != getattr(args, name):
-            raise ValueError(
-                f"{folder}: preprocessor_config.json has {name} {getattr(rules, name)}, the "
-                f"vision_config of config.json {getattr(args, name)}; take both from one model"
-            )
-    return ImageProcessor(args, rules, tokenizer)
+    return ImageProcessor(args, rules_for(args, folder), tokenizer)
 
 
 def find_processor(path: str, tokenizer: Any) -> ImageProcessor | None:

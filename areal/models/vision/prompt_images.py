@@ -26,7 +26,7 @@ import numpy as np
 from areal.models import decoder_args
 from areal.models.hf_io import read_hf_config
 from areal.models.vision.args import VisionArgs
-from areal.models.vision.patches import Patches, PatchRules, cut_patches, read_patch_rules
+from areal.models.vision.patches import Patches, PatchRules, cut_patches, rules_for
 from areal.models.vision.placeholders import expand_placeholders
 from areal.models.vision.positions import image_spans, mrope_positions, position_delta
 from areal.utils.images import decode_image, image_bytes
@@ -135,16 +135,7 @@ class ImageReader:
 
     @cached_property
     def _rules(self) -> PatchRules:
-        """ValueError where the folder's processor cuts what the tower does not take."""
-        rules, args = read_patch_rules(self._folder), self._args
-        for name in ("patch_size", "temporal_patch_size", "merge_size"):
-            ours, theirs = getattr(rules, name), getattr(args, name)
-            if ours != theirs:
-                raise ValueError(
-                    f"{self._folder}: {name} is {ours} in preprocessor_config.json and {theirs} in "
-                    "config.json; they must agree"
-                )
-        return rules
+        return rules_for(self._args, self._folder)
 
 
 def _size(data: bytes, cut: CutImage) -> int:

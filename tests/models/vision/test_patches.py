@@ -7,9 +7,17 @@ import json
 import numpy as np
 import pytest
 from PIL import Image
+from tiny_vision import tiny_vision_config
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from areal.models.vision.patches import PatchRules, cut_patches, read_patch_rules, resized_sides
+from areal.models import decoder_args
+from areal.models.vision.patches import (
+    PatchRules,
+    cut_patches,
+    read_patch_rules,
+    resized_sides,
+    rules_for,
+)
 from areal.utils.images import ImageError
 
 OPTIONS = [
@@ -74,6 +82,14 @@ def test_rules_that_are_not_computed_are_refused(tmp_path, content, says):
 def test_a_folder_without_rules_is_named(tmp_path):
     with pytest.raises(ValueError, match="has no preprocessor_config.json"):
         read_patch_rules(tmp_path)
+
+
+def test_rules_of_another_model_are_refused(tmp_path):
+    args = decoder_args(tiny_vision_config()).vision_args
+    content = {"patch_size": args.patch_size + 1}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=f"has patch_size {args.patch_size + 1}, the vision_conf"):
+        rules_for(args, tmp_path)
 
 
 def test_a_strip_is_refused():
