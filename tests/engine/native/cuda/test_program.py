@@ -73,7 +73,8 @@ class EagerRunner:
     max_prefill_tokens = 20
     shared_launches = 0
 
-    def __init__(self, model, table, adapters, *, max_prefill_tokens, **program) -> None:
+    def __init__(self, model, table, adapters, *, max_prefill_tokens, num_states, **program):
+        assert num_states is None, "the kernels compute no recurrent layers"
         self._model = model
         self._program = DeviceProgram(model, table, max_rows=len(table.num_tokens), **program)
 
