@@ -18,7 +18,6 @@ from pathlib import Path
 from areal.environments.hubs.catalog import HUBS
 
 _KEPT_LINES = 15
-_NEWEST_MINOR = 14  # of Python 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--requirement", metavar="SPEC", help="install this instead, like vllm==0.32.1 or a wheel"
     )
     parser.add_argument(
-        "--python",
-        help="interpreter of the environment; default: the one of areal, or a newer one on PATH "
-        "if the packages need it",
+        "--python", help="interpreter of the environment; default: the one of areal"
     )
 
 
@@ -75,8 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
     default = default_folder(args.kind)
     folder = Path(args.path).absolute() if args.path else default
-    python = args.python or find_python(args.kind)
-    create(args.kind, folder, python=python, requirement=args.requirement)
+    create(args.kind, folder, python=args.python or sys.executable, requirement=args.requirement)
     print(f"{args.kind} is ready in {folder}. In the config:")
     if args.kind in HUBS:
         print(f"workflow: env\nenv: {args.kind}:{HUBS[args.kind].example}")
@@ -88,22 +84,6 @@ def run(args: argparse.Namespace) -> int:
     if folder != default:
         print(f"{args.kind}:\n  python: {folder / 'bin' / 'python'}")
     return 0
-
-
-def find_python(kind: str) -> str:
-    """This interpreter, or a newer one on PATH where the packages need it."""
-    needed = HUBS[kind].needs_python if kind in HUBS else sys.version_info[:2]
-    if sys.version_info[:2] >= needed:
-        return sys.executable
-    names = [f"python3.{minor}" for minor in range(needed[1], _NEWEST_MINOR + 1)]
-    found = next(filter(None, map(shutil.which, names)), None)
-    if found is None:
-        raise ValueError(
-            f"{kind} needs Python {needed[0]}.{needed[1]} or newer; areal runs on "
-            f"{sys.version_info.major}.{sys.version_info.minor}, and PATH has no newer one: give "
-            "one with --python"
-        )
-    return found
 
 
 def create(kind: str, folder: Path, *, python: str, requirement: str | None = None) -> None:

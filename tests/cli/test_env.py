@@ -74,4 +74,5 @@ def test_where_an_interpreter_is_looked_for(tmp_path, monkeypatch):
 
 
 def test_versions_are_pinned():
-    assert all("==" in spec for recipe in RECIPES.values() for spec in (recipe.gpu, recipe.cpu))
+    for recipe in RECIPES.values():
+        assert all("==" in spec for spec in (*recipe.gpu, *recipe.cpu))

@@ -21,7 +21,6 @@ class Hub:
     module: str  # imported at the end of the installation as a test
     name: str  # what follows the colon
     example: str
-    needs_python: tuple[int, int] = (3, 11)
 
 
 HUBS = {
