@@ -138,10 +138,10 @@ class Dash:
 
     def close(self) -> None:
         self._server.should_exit = True
-        self._thread.join(timeout=20)
+        self._thread.join(timeout=300)
 
     def ask(self, path: str, *, method: str = "GET", cookie: str | None = TOKEN, host: str = ""):
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=300)
         headers = {"Host": host or f"127.0.0.1:{self.port}"}
         if cookie is not None:
             headers["Cookie"] = f"other=1; areal_dash_{self.port}={cookie}"
