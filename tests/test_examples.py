@@ -50,6 +50,7 @@ PARTS = {  # what a recipe is made with or names, by itself no training
     "agents/with_anthropic.py",
     "agents/with_langgraph.py",
     "agents/with_openai_agents.py",
+    "cluster/autoscale.py",
     "code/functions.py",
     "code/mbpp.py",
     "customer_service/lessons.py",

@@ -125,7 +125,7 @@ class NativeEngine:
         )
         self._runner: Runner | None = self._make_runner()  # None: its cache is offloaded
         self.device = weight.device
-        self._sights = SightCache(lambda images: self._present_runner.look(images), weight.device)
+        self._sights = SightCache(weight.device)
         self._offloaded: frozenset[str] = frozenset()
         self._batch_invariant = batch_invariant
         self._under_way: deque[_Launch] = deque()
@@ -477,8 +477,8 @@ class NativeEngine:
         drawing: list[Sequence] = []
         hidden: list[torch.Tensor] = []
         if spans:
-            chunks = [self._sights.chunk(span) for span in spans]
-            hidden_CD = self._present_runner.prefill(chunks)
+            runner = self._present_runner
+            hidden_CD = runner.prefill([self._sights.chunk(span, runner.look) for span in spans])
             for (item, *_), hidden_D in zip(spans, hidden_CD, strict=True):
                 if item.num_cached < item.num_tokens:
                     continue

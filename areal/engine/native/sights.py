@@ -1,7 +1,7 @@
 """What the vision tower makes of images, computed on the engine's thread, once for each weights.
 
-    sights = SightCache(runner.look, device)
-    chunk = sights.chunk(span)                   # with the embeddings of the image tokens in it
+    sights = SightCache(device)
+    chunk = sights.chunk(span, runner.look)      # with the embeddings of the image tokens in it
     sights.clear()                               # new weights
 
 Images are told apart by the hash of their bytes, so a group, and every turn of a dialogue, looks at
@@ -28,21 +28,20 @@ if TYPE_CHECKING:
     from areal.models.vision.prompt_images import CutImage
 
 _MAX_BYTES = 512 << 20
+Look = Callable[[Images], Sight]
 
 
 class SightCache:
-    def __init__(
-        self, look: Callable[[Images], Sight], device: torch.device, *, max_bytes: int = _MAX_BYTES
-    ) -> None:
-        """`look` computes images whose pixels are on `device`."""
-        self._look, self._device = look, device
-        self._max_bytes = max_bytes
+    """Holds no runner: the engine would be part of a cycle, and its memory never be freed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._kept: OrderedDict[bytes, Sight] = OrderedDict()
         self._num_bytes = 0
         self.num_looks = 0  # images the tower has computed
 
-    def chunk(self, span: Span) -> Chunk:
-        """What a runner gets of it."""
+    def chunk(self, span: Span, look: Look) -> Chunk:
+        """What a runner gets of it. `look` computes images whose pixels are on the device."""
         item, start, end, states = span
         images = item.images
         chunk = Chunk(item.token_slice(start, end), start, item.pages, item.adapter, states)
@@ -51,7 +50,7 @@ class SightCache:
         if not isinstance(item, Prefix):  # of the output
             return replace(chunk, positions=np.arange(start, end) + images.delta)
         sights = [
-            (self._sight(image)[some], first - start)
+            (self._sight(image, look)[some], first - start)
             for image, some, first in images.seen(start, end)
         ]
         return replace(chunk, positions=images.positions_3S[:, start:end], sights=sights)
@@ -60,17 +59,17 @@ class SightCache:
         self._kept.clear()
         self._num_bytes = 0
 
-    def _sight(self, image: CutImage) -> Sight:
+    def _sight(self, image: CutImage, look: Look) -> Sight:
         sight = self._kept.get(image.sha256)
         if sight is not None:
             self._kept.move_to_end(image.sha256)
             return sight
         pixels = torch.from_numpy(image.patches.pixels).to(self._device)
-        sight = self._look(Images(pixels, torch.tensor([image.patches.grid])))
+        sight = look(Images(pixels, torch.tensor([image.patches.grid])))
         self.num_looks += 1
         self._kept[image.sha256] = sight
         self._num_bytes += _size(sight)
-        while self._num_bytes > self._max_bytes and len(self._kept) > 1:
+        while self._num_bytes > _MAX_BYTES and len(self._kept) > 1:
             self._num_bytes -= _size(self._kept.popitem(last=False)[1])
         return sight
 

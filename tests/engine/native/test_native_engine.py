@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
+import weakref
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny_model, write_tiny_model
+from tiny_vision import tiny_vision_model
 
 from areal.api.config.inference import GenerationHyperparameters
 from areal.engine.native.engine import NativeEngine
@@ -553,3 +556,19 @@ def test_penalties_count_the_output_and_repetitions_the_prompt_too():
 def test_a_bias_for_no_token_of_the_model_is_refused():
     with pytest.raises(ValueError, match="logit_bias must name tokens of the model's vocabulary"):
         make_engine().add(request("a", [5], logit_bias={10**6: 1.0}))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5_text", "qwen2_5_vl"])
+def test_an_engine_is_freed_as_soon_as_nobody_holds_it(family):
+    """Without the garbage collector, which leaves alone what was there when a run began."""
+    model = tiny_vision_model(family) if family == "qwen2_5_vl" else tiny_model(family)
+    engine = make_engine(model)
+    engine.add(request("a", [5, 6, 7]))
+    run(engine)
+    seen = weakref.ref(engine)
+    gc.disable()
+    try:
+        del engine
+        assert seen() is None
+    finally:
+        gc.enable()
