@@ -129,12 +129,13 @@ def test_a_strong_decay_neither_overflows_nor_leaves_nan():
 def test_a_step_has_the_same_bits_beside_any_other_sequences(rows):
     inputs = random_inputs(20)
     heads = split_heads(convolve(inputs.qkv_TX, torch.arange(3, 20), inputs.kernel_XW), SIZES)
+    kept = inputs.decay_TN[3:].exp()
     state = torch.randn(17, 4, 6, 5, generator=torch.Generator().manual_seed(1))
     chosen = torch.randperm(17, generator=torch.Generator().manual_seed(rows))[:rows]
 
     def stepped(index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         own = DeltaHeads(heads.q_TNK[index], heads.k_TNK[index], heads.v_TNV[index])
-        return step(state[index], own, inputs.decay_TN[3:][index], inputs.beta_TN[3:][index])
+        return step(state[index], own, kept[index], inputs.beta_TN[3:][index])
 
     everyone = stepped(torch.arange(17))
     for whole, some in zip(everyone, stepped(chosen), strict=True):

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from areal.models.common.delta_rule import DeltaHeads, DeltaInputs, convolve, split_heads, step
 
@@ -63,13 +64,14 @@ class StateCache:
         qkv_TX = inputs.qkv_TX
         out_TNV = heads.v_TNV.new_zeros(len(qkv_TX), *heads.v_TNV.shape[1:])
         states, beta_TN = self._matrices[row], inputs.beta_TN.float()
+        kept_TN = inputs.decay_TN.exp()
         state_RNKV = states[rows.read_R]
         for number, row_R in enumerate(rows.rows_of_step):
             if len(row_R) < len(state_RNKV):  # some have ended
                 states[rows.write_R[len(row_R) : len(state_RNKV)]] = state_RNKV[len(row_R) :]
                 state_RNKV = state_RNKV[: len(row_R)]
             own = DeltaHeads(heads.q_TNK[row_R], heads.k_TNK[row_R], heads.v_TNV[row_R])
-            out_RNV, state_RNKV = step(state_RNKV, own, inputs.decay_TN[row_R], beta_TN[row_R])
+            out_RNV, state_RNKV = step(state_RNKV, own, kept_TN[row_R], beta_TN[row_R])
             out_TNV[row_R] = out_RNV
             for sequence, target in rows.marks_of_step.get(number, ()):
                 states[target] = state_RNKV[sequence]
@@ -79,7 +81,10 @@ class StateCache:
     def _convolved(
         self, before: torch.Tensor, inputs: DeltaInputs, sizes: DeltaArgs, rows: StateRows
     ) -> DeltaHeads:
-        """Heads of the rows of sequences; keeps the last rows of each."""
+        """Heads of all rows; keeps the last rows of each sequence.
+
+        Also of those that are padding, which repeat the first: functions like exp may round an
+        element otherwise at the end of a tensor, so its rows are always whole tiles."""
         qkv_TX = inputs.qkv_TX[: rows.num_rows]
         around_LX = qkv_TX.new_empty(rows.num_around, qkv_TX.shape[1])
         around_LX[rows.before_RW] = before[rows.read_R]
@@ -87,7 +92,9 @@ class StateCache:
         before[rows.write_R] = around_LX[rows.last_RW]
         if rows.marked_M is not None and rows.marked_MW is not None:
             before[rows.marked_M] = around_LX[rows.marked_MW]
-        return split_heads(convolve(around_LX, rows.own_T, inputs.kernel_XW), sizes)
+        num_padding = len(inputs.qkv_TX) - rows.num_rows
+        own_T = F.pad(rows.own_T, (0, num_padding), value=int(rows.own_T[0]))
+        return split_heads(convolve(around_LX, own_T, inputs.kernel_XW), sizes)
 
 
 @dataclass(frozen=True, slots=True)

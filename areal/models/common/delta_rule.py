@@ -202,11 +202,13 @@ def _scan(
 
 
 def step(
-    state_RNKV: torch.Tensor, heads: DeltaHeads, decay_RN: torch.Tensor, beta_RN: torch.Tensor
+    state_RNKV: torch.Tensor, heads: DeltaHeads, kept_RN: torch.Tensor, beta_RN: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs [R, N, V] of one token of each sequence, and the states after it."""
+    """Outputs [R, N, V] of one token of each sequence, and the states after it.
+
+    `kept_RN` is the exp of the decay."""
     k_RNK1 = heads.k_TNK[..., None]
-    state_RNKV = state_RNKV * decay_RN.exp()[..., None, None]
+    state_RNKV = state_RNKV * kept_RN[..., None, None]
     known_RNV = (state_RNKV * k_RNK1).sum(-2)
     correction_RNV = (heads.v_TNV - known_RNV) * beta_RN[..., None]
     state_RNKV = state_RNKV + k_RNK1 * correction_RNV[:, :, None]
