@@ -80,6 +80,8 @@ class Misbehaving(Count):
                 return "x", 1.0
             case "nan":
                 return "x", float("nan"), True
+            case "huge":
+                return "x", 10**999, True
             case "done":
                 return "x", 1.0, None
             case "observation":

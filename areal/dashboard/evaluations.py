@@ -11,6 +11,7 @@ of the samples that are stored so far: `areal eval` gives the metrics with their
 from __future__ import annotations
 
 import json
+import math
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from areal.api.json_text import JsonError, loads
 from areal.dashboard.reader import UnreadableRunError, folders_below, has_text
 from areal.evaluation.store import SCHEMA_VERSION
 from areal.run.database import open_read_only
@@ -71,7 +73,7 @@ def list_evaluations(file: Path) -> list[dict[str, Any]]:
                 "samples": count,
                 "problems": problems.get(row["id"], 0),
                 "counts": {one[1]: one[2] for one in own},
-                "reward": sum(one[3] for one in own) / count if count else None,
+                "reward": _finite(sum(one[3] for one in own) / count) if count else None,
                 "tokens": sum(one[4] for one in own),
             }
         )
@@ -98,18 +100,24 @@ def find_results(file: Path, wanted: ResultFilter) -> list[dict[str, Any]]:
         WHERE {where} ORDER BY row, sample LIMIT ? OFFSET ?"""
     with _opened(file) as connection:
         rows = connection.execute(sql, (*values, wanted.limit, wanted.offset)).fetchall()
-    return [{**_without_data(row), "problem": _problem(row["data"])} for row in rows]
+    return [_result(row) for row in rows]
 
 
-def _without_data(row: sqlite3.Row) -> dict[str, Any]:
-    return {key: row[key] for key in row.keys() if key != "data"}  # noqa: SIM118
+def _result(row: sqlite3.Row) -> dict[str, Any]:
+    facts = {key: row[key] for key in row.keys() if key != "data"}  # noqa: SIM118
+    return {**facts, "reward": _finite(row["reward"]), "problem": _problem(row["data"])}
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no infinity."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _problem(data: str | None) -> str:
     """The last message of a chat, or what else the row has."""
     try:
-        row = json.loads(data or "{}")
-    except ValueError:
+        row = loads(data or "{}")
+    except JsonError:
         return (data or "")[:_SHOWN_CHARS]
     messages = row.get("messages") if isinstance(row, dict) else None
     if isinstance(messages, list) and messages and isinstance(messages[-1], dict):

@@ -146,7 +146,7 @@ class RunReader:
     def _stats(self, row: sqlite3.Row) -> dict[str, float]:
         try:
             stats = json.loads(row["stats"])
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             stats, found = None, f"are not JSON ({error})"
         else:
             found = f"are a {type(stats).__name__}, expected an object"

@@ -63,15 +63,20 @@ def checked_step(result: Any, what: str) -> Step:
     if not (isinstance(result, tuple) and len(result) == 3):
         raise EnvError(f"{what} must return (observation, reward, done), got {result!r:.200}")
     observation, reward, done = result
-    if (
-        isinstance(reward, bool)
-        or not isinstance(reward, numbers.Real)
-        or not math.isfinite(reward)
-    ):
+    if not _is_finite(reward):
         raise EnvError(f"{what} must return a finite reward, got {reward!r:.200}")
     if not isinstance(done, bool):
         raise EnvError(f"{what} must return done as True or False, got {done!r:.200}")
     return Step(messages_of(observation, what), float(reward), done)
+
+
+def _is_finite(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer that no float holds
+        return False
 
 
 def _is_message(message: Any) -> bool:

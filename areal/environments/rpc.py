@@ -132,7 +132,8 @@ class RpcProcess:
             self._writer.write(line)
             await self._writer.drain()
         except (ConnectionError, RuntimeError) as error:  # it is ending; `_read` says how
-            await asyncio.wait(self._tasks)
+            if asyncio.current_task() not in self._tasks:  # `_read` answers the peer, too
+                await asyncio.wait(self._tasks)
             raise EnvError(str(self._failure or error)) from error
 
     async def _read(self, stdout: asyncio.StreamReader, stderr: asyncio.Task[None]) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sqlite3
+from contextlib import closing
+
 import pytest
 from dashboard_world import TOKEN, Dash, WrittenRun, write_evaluation
 
@@ -104,6 +107,23 @@ def test_evaluations_and_their_samples(dash):
         _, reply = dash.get(f"eval/0/results?evaluation=e1{query}")
         assert [(one["row"], one["sample"]) for one in reply["results"]] == places, query
     assert dash.get("eval/0/results?evaluation=other")[1]["results"] == []
+
+
+def test_hostile_values_of_an_evaluation(tmp_path):
+    write_evaluation(tmp_path / "eval.db")
+    with closing(sqlite3.connect(tmp_path / "eval.db")) as connection, connection:
+        connection.execute("UPDATE samples SET reward = 9e999 WHERE row = 0")
+        connection.execute("UPDATE problems SET data = ? WHERE row = 0", ("[" * 100_000,))
+        connection.execute("UPDATE problems SET data = ? WHERE row = 1", (r'{"a": "\ud800"}',))
+    dash = Dash(tmp_path)
+    try:
+        status, (file,) = dash.get("evals")
+        assert status == 200 and file["evaluations"][0]["reward"] is None
+        status, reply = dash.get("eval/0/results?evaluation=e1")
+        assert status == 200 and [one["reward"] for one in reply["results"]] == [None, None, 0.5]
+        assert reply["results"][2]["problem"] == r'{"a": "\ud800"}'
+    finally:
+        dash.close()
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,11 @@ def misbehave(number):
         case "wrong_id":
             send({"id": 10**9, "result": {"content": [{"type": "text", "text": "of another"}]}})
             time.sleep(900)
+        case "deaf":  # asks on and on, and hears no answer
+            os.close(0)
+            while True:
+                send({"id": "x", "method": "ping"})
+                time.sleep(0.05)
         case "no_content":
             send({"id": number, "result": {"answer": 42}})
         case "no_result":

@@ -91,6 +91,7 @@ async def test_noise_between_answers_is_skipped():
         ("wrong_id", "took longer than 0.5 s"),
         ("huge", "wrote a line of more than 8 MiB"),
         ("dies", "ended with exit code 3; its last output:\nno disk left, or so"),
+        ("deaf", "was ended by signal SIGKILL"),
         ("no_content", "expected a list 'content'"),
         ("no_result", "expected a list 'content'"),
         ("fault", "add failed: internal"),

@@ -117,13 +117,15 @@ async def test_a_tool_that_breaks_fails_the_episode(tokenizer):
         ("hangs", "step took longer than 0.2 s"),
         ("two values", r"step must return \(observation, reward, done\), got"),
         ("nan", "step must return a finite reward, got nan"),
+        ("huge", "step must return a finite reward, got 1000"),
         ("done", "step must return done as True or False, got None"),
         ("observation", "must return a text or a list of chat messages as observation, got 7"),
     ],
 )
 async def test_a_failure_is_never_a_reward(tokenizer, fault, message):
+    timeout_s = 0.2 if fault == "hangs" else 900.0
     with pytest.raises(EnvError, match=message):
-        await play(sample_envs.Misbehaving, tokenizer, ["1"], {"fault": fault}, timeout_s=0.2)
+        await play(sample_envs.Misbehaving, tokenizer, ["1"], {"fault": fault}, timeout_s=timeout_s)
 
 
 async def test_an_episode_ends_at_max_turns_and_where_the_next_turn_does_not_fit(tokenizer):
