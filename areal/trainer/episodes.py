@@ -22,6 +22,7 @@ from areal.api.io_struct import EPISODE_KEY
 from areal.api.workflow_api import RolloutWorkflow, WorkflowLike, is_agent
 from areal.reward import get_reward_fn
 from areal.run.paths import RunPaths
+from areal.trainer.servers import max_context
 from areal.utils import logging
 from areal.utils.import_path import load_named
 from areal.workflow import resolve
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from areal.api.config.experiment import PPOConfig
+    from areal.api.config.inference import GenerationHyperparameters
 
     Trajectory = dict[str, torch.Tensor]
 
@@ -78,7 +80,18 @@ def build_workflow(
     if is_eval and kwargs and "gconfig" in kwargs:
         # A script may pass one gconfig for both; evaluation keeps its own.
         arguments["gconfig"] = config.eval_gconfig
+    arguments["gconfig"] = _within_context(arguments["gconfig"], config)
     return resolve.build_workflow(found, arguments)
+
+
+def _within_context(
+    gconfig: GenerationHyperparameters, config: PPOConfig
+) -> GenerationHyperparameters:
+    """Episodes of several turns end at `max_tokens`; beyond the context they would fail."""
+    context = max_context(config)
+    if context is None or context >= gconfig.max_tokens:
+        return gconfig
+    return gconfig.new(max_tokens=context)
 
 
 def refuse_images(

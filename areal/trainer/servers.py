@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from areal.api.alloc_mode import ModelAllocation
@@ -40,7 +41,7 @@ from areal.infra.scheduler.local import LocalScheduler, visible_gpus
 from areal.utils import perf_tracer
 from areal.utils.device import best_device
 from areal.utils.hub import hub_name, model_folder
-from areal.utils.model_files import language_config, read_hf_config
+from areal.utils.model_files import CONFIG_FILE, language_config, read_hf_config
 from areal.utils.server_envs import find_interpreter
 from areal.utils.startup import stage
 from areal.weight_sync.transports import PublicationRoot
@@ -297,6 +298,18 @@ def _sglang_kind(config: PPOConfig) -> _Kind:
     }
     protocol = SGLangProtocol(model, lora_name=lora_name)
     return _Kind(protocol, launch_sglang_server, options, max_context, sglang.seed)
+
+
+def max_context(config: PPOConfig) -> int | None:
+    """Most tokens of one sequence in this run's servers; None: only they know.
+
+    Another one's server may have a model that this machine does not.
+    """
+    path, engine = config.actor.path, config.rollout.engine
+    if hub_name(path) is None and not (Path(path) / CONFIG_FILE).is_file():
+        return None
+    own = {"vllm": config.vllm.max_context, "sglang": config.sglang.max_context}.get(engine)
+    return own or _model_context(config)
 
 
 _KINDS = {"native": _native_kind, "vllm": _vllm_kind, "sglang": _sglang_kind}

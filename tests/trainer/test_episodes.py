@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import logging
 
 import pytest
 import torch
 from config_files import load
+from scripted_engine import ScriptedEngine
+from tiny_tokenizer import byte_tokenizer
 
 from areal.api.io_struct import EPISODE_KEY
 from areal.api.workflow_api import RolloutWorkflow
-from areal.trainer.episodes import RewardSpread, refuse_images
+from areal.trainer.episodes import RewardSpread, build_workflow, refuse_images
 from areal.workflow.rlvr import RLVRWorkflow
 
 
@@ -86,3 +89,29 @@ def test_images_are_refused_by_workflows_of_text(tmp_path, rows):
     refuse_images(config, Sees, None, rows, is_eval=False)
     refuse_images(config, None, {"data_extract_prompt_fn": str}, rows, is_eval=False)
     refuse_images(config, None, None, [TEXT, {"messages": "any"}, {}], is_eval=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_turns"),
+    [
+        ([], 3),
+        (["gconfig.max_tokens=40"], 1),
+        (["rollout.backend=vllm:d1", "vllm.max_model_len=40"], 1),
+    ],
+)
+async def test_episodes_end_where_the_context_of_the_servers_does(tmp_path, changes, num_turns):
+    options = ["workflow=env", "env=sample_envs.Count", f"actor.path={tmp_path}", *changes]
+    config = load(tmp_path, "ppo", *options)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}({{ m.role }}:{{ m.content }}<|eos|>\n{% endfor %}"
+        "{% if add_generation_prompt %}(assistant:{% endif %}"
+    )
+    for max_context, expected in ((4096, 3), (80, 2), (40, 1)):
+        hf_config = {"model_type": "qwen3", "max_position_embeddings": max_context}
+        (tmp_path / "config.json").write_text(json.dumps(hf_config))
+        workflow = build_workflow(config, tokenizer, None, None, is_eval=False)
+        engine = ScriptedEngine(tokenizer, ["1", "2", "3"])
+        await workflow.arun_episode(engine, {"seed": 5})
+        assert len(engine.asked) == min(expected, num_turns)
+        assert max(len(tokenizer(text)["input_ids"]) for text in engine.asked) < max_context
