@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from areal.sandbox import session_init
-from areal.sandbox.limits import SessionLimits
+from areal.sandbox.addresses import Address, inside_ips
+from areal.sandbox.limits import SessionLimits, is_below
 
 # `areal` itself is not imported inside: that would need its packages, and time.
 _BOOT = """
@@ -31,6 +32,13 @@ _HERE = str(Path(__file__).parent)
 _INSIDE_HERE = "/.areal/sandbox"
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache")
 _SYSTEM_FILES = ("/etc/alternatives", "/etc/localtime")
+# For TLS; the folders beside them may hold private keys.
+_CERTIFICATES = (
+    "/etc/ssl/certs",
+    "/etc/ssl/openssl.cnf",
+    "/etc/pki/tls/certs",
+    "/etc/pki/ca-trust",
+)
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _LINKS = (
     ("/dev/fd", "/proc/self/fd"),
@@ -77,10 +85,14 @@ def settings_of(limits: SessionLimits, folder: Path) -> dict[str, Any]:
         "TMPDIR": f"{session_init.WORKSPACE}/.tmp",
         "LANG": "C.UTF-8",
     }
+    # A shell asks for it to say where it is: the folder may be a link.
+    where = {"PWD": limits.workdir} if limits.writable else {}
     return {
         **asdict(limits),
-        "env": environment,
+        "env": {**environment, **where, **limits.env},
         "folder": str(folder),
+        "folders": _own_folders(limits),
+        **_network(limits),
         "shown": shown,
         "links": links,
         "devices": [path for path in _DEVICES if os.path.exists(path)],
@@ -96,6 +108,7 @@ def interpreter() -> str:
 def _shown(limits: SessionLimits) -> tuple[list[str], list[tuple[str, str]]]:
     """(paths to bind, links to make): system folders, Python, and what the user lists."""
     wanted = [*_SYSTEM, *_SYSTEM_FILES, *limits.readable]
+    wanted += _CERTIFICATES if limits.network else ()
     for prefix in _prefixes(limits.python):
         wanted.append(prefix)
     shown: list[str] = []
@@ -106,8 +119,33 @@ def _shown(limits: SessionLimits) -> tuple[list[str], list[tuple[str, str]]]:
             links.append((path, os.readlink(path)))
         elif os.path.exists(path) and not _is_below(path, shown):
             shown.append(path)
+    for path in limits.writable:
+        if not any(path != other and is_below(path, other) for other in limits.writable):
+            inside = [one for one in shown if is_below(one, path) or is_below(path, one)]
+            if inside:
+                raise ValueError(f"sandbox.writable: {path} would hide {inside[0]}")
+            links.append((path, session_init.own_folder(path)))
     # A folder that holds something to show cannot be a link.
     return shown, [(path, to) for path, to in links if not any(_is_below(p, [path]) for p in shown)]
+
+
+def _network(limits: SessionLimits) -> dict[str, Any]:
+    """Sockets to listen on inside, and the files by which names lead to them."""
+    addresses = [Address.of(entry) for entry in limits.network]
+    ips = inside_ips(addresses)
+    hosts = "".join(f"{ip} {name}\n" for name, ip in ips.items())
+    files = {"/etc/hosts": hosts, "/etc/nsswitch.conf": "hosts: files\n"} if addresses else {}
+    return {"files": files, "listen": [(ips[one.name], one.port) for one in addresses]}
+
+
+def _own_folders(limits: SessionLimits) -> list[str]:
+    """To be made in the session; `workdir` may lie in one of them."""
+    wanted = [*limits.writable, limits.workdir]
+    return [
+        path if is_below(path, session_init.WORKSPACE) else session_init.own_folder(path)
+        for path in wanted
+        if path != session_init.WORKSPACE
+    ]
 
 
 def _prefixes(python: str) -> list[str]:
@@ -120,7 +158,7 @@ def _prefixes(python: str) -> list[str]:
 
 
 def _is_below(path: str, shown: list[str]) -> bool:
-    return any(path == one or path.startswith(f"{one}/") for one in shown)
+    return any(is_below(path, one) for one in shown)
 
 
 def _bubblewrap(settings: dict[str, Any]) -> list[str]:
@@ -136,6 +174,12 @@ def _bubblewrap(settings: dict[str, Any]) -> list[str]:
     for path in settings["shown"]:
         argv += ["--ro-bind", path, path]
     argv += ["--ro-bind", _HERE, _INSIDE_HERE]
+    for number, (path, text) in enumerate(settings["files"].items()):
+        copy = Path(settings["folder"]) / str(number)
+        copy.write_text(text, encoding="utf-8")
+        argv += ["--ro-bind", str(copy), path]
+    if settings["listen"]:  # on ports below 1024, by process 1 alone
+        argv += ["--cap-add", "CAP_NET_BIND_SERVICE"]
     for path in settings["devices"]:
         argv += ["--dev-bind", path, path]
     for path, target in settings["links"]:

@@ -1,12 +1,21 @@
-"""Limits of a sandbox session, and what may be read inside of one."""
+"""Limits of a sandbox session, and what one is given: files, folders, variables, addresses."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from areal.sandbox.addresses import MAX_ADDRESSES, Address
+from areal.sandbox.session_init import WORKSPACE
+
+# Folders that a session has already, or that hold what its processes cannot do without.
+_TAKEN = (
+    *("/bin", "/dev", "/etc", "/lib", "/lib32", "/lib64", "/proc", "/sbin", "/sys", "/tmp"),
+    *("/usr", "/.areal", WORKSPACE),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,30 +30,67 @@ class SessionLimits:
     output_bytes: int = 16_384  # of one call, longer output is cut
     python: str = ""  # interpreter for Python code; default: areal's own, without its packages
     readable: tuple[str, ...] = ()  # files and folders to show, read-only, at the same path
+    writable: tuple[str, ...] = ()  # more folders of its own, empty at first, as /app
+    workdir: str = WORKSPACE  # where commands run: it, or a folder of `writable`
+    env: Mapping[str, str] = field(default_factory=dict)  # more variables of commands
+    network: tuple[str, ...] = ()  # HOST:PORT or NAME=ADDRESS:PORT that it may connect to
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.type in ("int", "float") and not (_is_number(value) and value > 0):
-                raise ValueError(f"sandbox.{field.name} must be above 0, got {value!r}")
+        for one in dataclasses.fields(self):
+            value = getattr(self, one.name)
+            if one.type in ("int", "float") and not (_is_number(value) and value > 0):
+                raise ValueError(f"sandbox.{one.name} must be above 0, got {value!r}")
         for path in (self.python, *self.readable):
             if path and not (os.path.isabs(path) and os.path.exists(path)):
                 raise ValueError(
                     f"sandbox: {path!r} does not exist, or is not an absolute path (keys python "
                     "and readable)"
                 )
+        self._check_folders()
+        for name, value in self.env.items():
+            if not isinstance(value, str) or "=" in name or "\0" in name + value or not name:
+                raise ValueError(f"sandbox.env: {name!r} is not a variable with a text")
+        if len(self.network) > MAX_ADDRESSES:
+            raise ValueError(
+                f"sandbox.network has {len(self.network)} addresses; at most {MAX_ADDRESSES} fit"
+            )
+        for entry in self.network:
+            Address.of(entry)
+
+    def _check_folders(self) -> None:
+        for path in self.writable:
+            normal = (
+                isinstance(path, str) and os.path.isabs(path) and os.path.normpath(path) == path
+            )
+            if not normal or path == "/" or any(is_below(path, taken) for taken in _TAKEN):
+                raise ValueError(
+                    f"sandbox.writable: {path!r} cannot be a folder of a session's own; expected "
+                    f"an absolute path such as /app, not below {', '.join(_TAKEN)}"
+                )
+        if not any(is_below(self.workdir, own) for own in (WORKSPACE, *self.writable)):
+            raise ValueError(
+                f"sandbox.workdir: {self.workdir!r} is no folder of the session's own; list it in "
+                "sandbox.writable"
+            )
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> SessionLimits:
         """From the keys of a config; errors name the key."""
-        known = [field.name for field in dataclasses.fields(cls)]
+        known = [one.name for one in dataclasses.fields(cls)]
         for key in options:
             if key not in known:
                 raise ValueError(f"sandbox.{key}: unknown key; expected one of {', '.join(known)}")
         given = dict(options)
-        if "readable" in given:
-            given["readable"] = tuple(given["readable"])
+        for key in ("readable", "writable", "network"):
+            if isinstance(given.get(key, ()), str):
+                raise ValueError(f"sandbox.{key}: expected a list, got {given[key]!r}")
+            given[key] = tuple(given.get(key, ()))
         return cls(**given)
+
+
+def is_below(path: str, folder: str) -> bool:
+    """Whether `path` is `folder`, or lies in it."""
+    return path == folder or path.startswith(f"{folder}/")
 
 
 def _is_number(value: object) -> bool:

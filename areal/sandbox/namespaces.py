@@ -104,6 +104,9 @@ def build_root(limits: dict[str, Any]) -> None:
         _show(path, root + path)
     for path in limits["devices"]:
         _show(path, root + path, is_device=True)
+    for path, text in limits["files"].items():
+        _make_parents(root + path)
+        _write(root + path, text)
     for path, target in limits["links"]:
         _make_parents(root + path)
         os.symlink(target, root + path)

@@ -24,18 +24,26 @@ import socket
 import struct
 import subprocess
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from areal.api.scratch import ScratchFolder
+from areal.sandbox.addresses import Address
 from areal.sandbox.isolation import ADVICE, SandboxError, command, settings_of, ways
 from areal.sandbox.limits import SessionLimits
 from areal.sandbox.output import printable
+from areal.sandbox.tunnels import Tunnels
 from areal.utils.child_process import describe_exit, spawn
 
 _START_S = 60.0  # on a busy machine
 MAX_FILE_BYTES = 1 << 20  # that `read_file` returns
 _GRACE_S = 10.0  # beyond a call's time, until a session counts as lost
+# -S: sparse files are packed as such. The session's own folders belong to nobody's tree.
+_PACK = (
+    'exec tar -C "$1" -cSf - --ignore-failed-read --exclude=./.root --exclude=./.tmp . 2>/dev/null'
+)
+_UNPACK = 'mkdir -p "$1" && exec tar -C "$1" -xSf - --no-same-owner'
 _WRITE = 'mkdir -p "$(dirname "$1")" && cat > "$1"'
 _known_way: list[str] = []  # the first that worked in this process
 
@@ -63,13 +71,18 @@ class Result:
 class Session:
     """Made by `start`. One call at a time; further ones wait."""
 
-    def __init__(self, process: subprocess.Popen[bytes], folder: ScratchFolder) -> None:
+    def __init__(
+        self, process: subprocess.Popen[bytes], folder: ScratchFolder, limits: SessionLimits
+    ) -> None:
         self._process = process
         self._folder = folder
+        self._limits = limits
+        # Packed, a tree is hardly larger than its files; sparse ones are packed as such.
+        self._max_tree_bytes = (limits.disk_mb + 1) << 20
         self._lock = asyncio.Lock()
+        self._tunnels: Tunnels | None = None
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter
-        self._limits: SessionLimits
 
     @classmethod
     async def start(cls, limits: SessionLimits | None = None) -> Session:
@@ -89,32 +102,44 @@ class Session:
     @classmethod
     async def _start(cls, way: str, limits: SessionLimits) -> Session:
         folder = ScratchFolder("sandbox")
-        settings = json.dumps(settings_of(limits, folder.path)).encode()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            argv = command(way, json.loads(settings), theirs.fileno())
+        with ExitStack() as on_failure, ExitStack() as theirs:
+            on_failure.callback(folder.close)
+            ours, their_end = socket.socketpair()
+            on_failure.enter_context(ours)
+            theirs.enter_context(their_end)
+            settings, fds = settings_of(limits, folder.path), [their_end.fileno()]
+            handed = None
+            if limits.network:
+                handed, giving = socket.socketpair()
+                on_failure.enter_context(handed)
+                fds.append(theirs.enter_context(giving).fileno())
+                settings["network_fd"] = giving.fileno()
+            argv = command(way, settings, their_end.fileno())
             # Starting a process blocks for milliseconds.
             try:
-                process = await asyncio.to_thread(_spawn, argv, theirs.fileno())
+                process = await asyncio.to_thread(_spawn, argv, fds)
             except OSError as error:
-                ours.close()
-                folder.close()
                 raise SandboxError(f"{argv[0]}: {error.strerror}") from error
-        session = cls(process, folder)
-        try:
-            limit = 2 * max(limits.output_bytes, MAX_FILE_BYTES) + 4096
-            ours.setblocking(False)
-            session._reader, session._writer = await asyncio.open_connection(sock=ours, limit=limit)
-            session._limits = limits
-            session._writer.write(struct.pack("<I", len(settings)) + settings)
-            reply = await session._receive(_START_S)
-        except BaseException:
-            session._kill()
-            raise
-        if "fatal" in reply:
-            session._kill()
-            raise SandboxError(printable(str(reply["fatal"]), 500))
+            theirs.close()
+            session = cls(process, folder, limits)
+            on_failure.callback(session._kill)
+            await session._shake_hands(ours, json.dumps(settings).encode())
+            if handed is not None:
+                session._tunnels = _receive_tunnels(handed, limits)
+                handed.close()
+            on_failure.pop_all()
         return session
+
+    async def _shake_hands(self, channel: socket.socket, settings: bytes) -> None:
+        most = max(self._limits.output_bytes, MAX_FILE_BYTES, self._max_tree_bytes)
+        channel.setblocking(False)
+        self._reader, self._writer = await asyncio.open_connection(
+            sock=channel, limit=2 * most + 4096
+        )
+        self._writer.write(struct.pack("<I", len(settings)) + settings)
+        reply = await self._receive(_START_S)
+        if "fatal" in reply:
+            raise SandboxError(printable(str(reply["fatal"]), 500))
 
     async def __aenter__(self) -> Session:
         return self
@@ -154,6 +179,25 @@ class Session:
             raise OSError(f"{path}: {why.strip()}")
         return data
 
+    async def read_tree(self, folder: str) -> bytes:
+        """All of a folder, for `write_tree` of another session. OSError if it cannot be read.
+
+        Files that commands themselves cannot read are left out.
+        """
+        command = {"argv": ["sh", "-c", _PACK, "sh", folder], "output_bytes": self._max_tree_bytes}
+        reply = await self._exchange(command, b"", None)
+        if reply["exit"] != 0 or reply["cut"] or reply["limit"]:
+            why = "it is too large" if reply["cut"] else f"more than {reply['limit']} allows"
+            exit_code = f"tar {describe_exit(reply['exit'])}"
+            raise OSError(f"{folder}: {why if reply['cut'] or reply['limit'] else exit_code}")
+        return base64.b64decode(reply["output"])
+
+    async def write_tree(self, folder: str, data: bytes) -> None:
+        """OSError if the session has no room for it, or `data` is none of `read_tree`."""
+        result = await self.run(["sh", "-c", _UNPACK, "sh", folder], stdin=data)
+        if result.exit_code != 0:
+            raise OSError(f"{folder}: {result.output.strip() or result.text}")
+
     async def close(self) -> None:
         """End every process of the session, and remove its files."""
         self._kill()
@@ -180,10 +224,13 @@ class Session:
             try:
                 self._writer.write(json.dumps(request).encode() + b"\n")
                 await self._writer.drain()
-                return await self._receive(wall_s + _GRACE_S)
+                reply = await self._receive(wall_s + _GRACE_S)
             except BaseException:  # also a cancelled call: its reply would be read by the next one
                 self._kill()
                 raise
+            if self._tunnels is not None:  # who used them is gone
+                self._tunnels.hang_up()
+            return reply
 
     async def _receive(self, timeout_s: float) -> dict[str, Any]:
         try:
@@ -212,14 +259,24 @@ class Session:
             self._process.wait()
         if hasattr(self, "_writer"):
             self._writer.close()
+        if self._tunnels is not None:
+            self._tunnels.close()
         self._folder.close()
 
 
-def _spawn(argv: list[str], fd: int) -> subprocess.Popen[bytes]:
+def _receive_tunnels(handed: socket.socket, limits: SessionLimits) -> Tunnels:
+    """Sent before the session said that it is ready."""
+    addresses = [Address.of(entry) for entry in limits.network]
+    handed.setblocking(False)
+    _, fds, _, _ = socket.recv_fds(handed, 1, len(addresses))
+    return Tunnels([socket.socket(fileno=fd) for fd in fds], addresses)
+
+
+def _spawn(argv: list[str], fds: list[int]) -> subprocess.Popen[bytes]:
     return spawn(
         argv,
         {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
-        pass_fds=[fd],
+        pass_fds=fds,
     )

@@ -32,10 +32,11 @@ import time
 import types
 from typing import Any
 
-from areal.sandbox import confine
+from areal.sandbox import confine, listeners
 
 AGENT_ID = 1000  # user and group of commands, inside
 WORKSPACE = "/workspace"
+OWN_ROOT = f"{WORKSPACE}/.root"  # holds folders that appear elsewhere, so that all share one limit
 _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP = 4, 38, 22
 _POLL_MS = 50
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -58,18 +59,34 @@ def main(channel: socket.socket, limits: dict[str, Any]) -> None:
     with contextlib.suppress(PermissionError):  # it may lead a session already
         os.setsid()
     os.chdir(WORKSPACE)
-    _make_temporary_folder()
+    _make_folders([f"{WORKSPACE}/.tmp", *limits["folders"]])
+    if limits["listen"]:
+        try:
+            listeners.hand_out(limits)
+        except OSError as error:
+            send(channel, {"fatal": f"sandbox.network: {error}"})
+            return
     requests = channel.makefile("rb")
     send(channel, {"ready": True})
     for line in requests:
         send(channel, _Call(json.loads(line), limits, libc).run())
 
 
-def _make_temporary_folder() -> None:
-    """/tmp is a link to it, so that all files share one limit."""
-    os.mkdir(".tmp", 0o700)
-    if os.getuid() == 0:
-        os.chown(".tmp", AGENT_ID, AGENT_ID)
+def own_folder(path: str) -> str:
+    """Where a folder of the session's own that appears at `path` lies."""
+    return OWN_ROOT + path
+
+
+def _make_folders(paths: list[str]) -> None:
+    """With their parents, all of them the agent's."""
+    for path in paths:
+        parts = path.removeprefix(f"{WORKSPACE}/").split("/")
+        for count in range(1, len(parts) + 1):
+            folder = os.path.join(WORKSPACE, *parts[:count])
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(folder, 0o755)
+                if os.getuid() == 0:
+                    os.chown(folder, AGENT_ID, AGENT_ID)
 
 
 def send(channel: socket.socket, message: dict[str, Any]) -> None:
@@ -218,6 +235,7 @@ def _become_agent(
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         _limit_resources(limits)
         _drop_privileges(libc, limits)
+        os.chdir(limits["workdir"])
         if "code" in request:
             os.environ.clear()
             os.environ.update(limits["env"])
@@ -225,7 +243,8 @@ def _become_agent(
         else:
             os.execvpe(request["argv"][0], request["argv"], limits["env"])
     except OSError as error:
-        os.write(2, f"{request.get('argv', ['?'])[0]}: {error.strerror}\n".encode())
+        what = error.filename or request.get("argv", ["?"])[0]
+        os.write(2, f"{what}: {error.strerror}\n".encode())
         code = 127
     except BaseException as error:
         os.write(2, f"{type(error).__name__}: {error}\n".encode())
@@ -260,7 +279,7 @@ def _drop_privileges(libc: Any, limits: dict[str, Any]) -> None:
     confine.drop_capabilities(libc)
     libc.prctl(_PR_SET_DUMPABLE, 1)
     libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    rules = {"max_processes": limits["max_processes"], "network": False}
+    rules = {"max_processes": limits["max_processes"], "network": bool(limits["network"])}
     program = confine.filter_program(
         os.uname().machine, rules, pid=os.getpid(), parent=1, parent_group=1
     )

@@ -41,6 +41,32 @@ async def test_files_stay_and_variables_do_not():
             await session.read_file("nothing")
 
 
+async def test_folders_and_variables_of_its_own_and_a_tree_that_moves():
+    limits = SessionLimits(
+        writable=("/app", "/app/deep", "/srv/data"), workdir="/app/work", env={"LEVEL": "a b"}
+    )
+    make = (
+        "pwd; echo $LEVEL; echo 1 > one; mkdir d && echo 2 > d/two && chmod 700 d/two; "
+        "ln -s d/two link; truncate -s 40M sparse; touch /srv/data/x /app/deep/y; "
+        "echo no > secret; chmod 000 secret"
+    )
+    async with await Session.start(limits) as session, await Session.start(limits) as other:
+        made = await session.shell(make)
+        assert (made.exit_code, made.output) == (0, "/app/work\na b\n"), made.text
+        await other.write_tree("/app", await session.read_tree("/app"))
+        found = await other.shell(
+            "cat one link; ls -l d/two | cut -c1-10; du -k sparse | cut -f1; ls"
+        )
+        assert found.output == "1\n2\n-rwx------\n0\nd\nlink\none\nsparse\n", found.text
+        await session.shell("rm -rf /workspace/.root/app")
+        gone = await session.shell("echo hi")
+        assert gone.exit_code == 127 and "/app/work: No such file" in gone.output
+        with pytest.raises(OSError, match="/app: tar ended with exit code"):
+            await session.read_tree("/app")
+        with pytest.raises(OSError, match="/app: .*tar"):
+            await other.write_tree("/app", b"no archive")
+
+
 async def test_an_interpreter_of_the_user_brings_its_packages():
     limits = SessionLimits(python=sys.executable, wall_s=60, cpu_s=60)
     async with await Session.start(limits) as session:
@@ -106,6 +132,12 @@ async def test_where_no_way_works_the_error_says_what_to_change(monkeypatch):
         ({"wall_s": 0}, "sandbox.wall_s must be above 0, got 0"),
         ({"disk_mb": "many"}, "sandbox.disk_mb must be above 0, got 'many'"),
         ({"python": "venv/bin/python"}, "does not exist, or is not an absolute path"),
+        ({"writable": ["app"]}, "sandbox.writable: 'app' cannot be a folder of a session's own"),
+        ({"writable": ["/app/.."]}, "cannot be a folder of a session's own"),
+        ({"writable": ["/usr/local/x"]}, "not below .*/usr"),
+        ({"writable": "/app"}, "sandbox.writable: expected a list, got '/app'"),
+        ({"workdir": "/app"}, "sandbox.workdir: '/app' is no folder .*sandbox.writable"),
+        ({"env": {"A": 1}}, "sandbox.env: 'A' is not a variable with a text"),
     ],
 )
 def test_mistakes_name_the_key(options, message):
