@@ -240,6 +240,7 @@ def test_a_task_file_that_is_damaged_is_named(tmp_path):
     from areal.environments.interface import EnvError
     from examples.terminal.terminal import Terminal
 
+    (tmp_path / "instruction.md").write_text("sort a")
     (tmp_path / "task.toml").write_text("[environment]\nmemory_mb = 'much'\n")
     with pytest.raises(EnvError, match=r"task.toml: sandbox.memory_mb must be above 0"):
         asyncio.run(Terminal().reset({"task": str(tmp_path)}))

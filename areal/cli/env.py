@@ -18,6 +18,12 @@ from pathlib import Path
 from areal.environments.hubs.catalog import HUBS
 
 _KEPT_LINES = 15
+_NUM_NEWER = 4  # minor versions of Python to look for
+_VERSION_S = 60.0
+_INSTALLED = (
+    ".pyenv/versions/3.*/bin/python",
+    ".local/share/uv/python/cpython-3.*/bin/python3",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--requirement", metavar="SPEC", help="install this instead, like vllm==0.32.1 or a wheel"
     )
     parser.add_argument(
-        "--python", help="interpreter of the environment; default: the one of areal"
+        "--python",
+        help="interpreter of the environment; default: areal's, or a newer one where KIND needs it",
     )
 
 
@@ -72,7 +79,8 @@ def run(args: argparse.Namespace) -> int:
 
     default = default_folder(args.kind)
     folder = Path(args.path).absolute() if args.path else default
-    create(args.kind, folder, python=args.python or sys.executable, requirement=args.requirement)
+    python = interpreter_for(args.kind, args.python)
+    create(args.kind, folder, python=python, requirement=args.requirement)
     print(f"{args.kind} is ready in {folder}. In the config:")
     if args.kind in HUBS:
         print(f"workflow: env\nenv: {args.kind}:{HUBS[args.kind].example}")
@@ -84,6 +92,42 @@ def run(args: argparse.Namespace) -> int:
     if folder != default:
         print(f"{args.kind}:\n  python: {folder / 'bin' / 'python'}")
     return 0
+
+
+def interpreter_for(kind: str, given: str | None = None) -> str:
+    """`given`, or the first interpreter found that is new enough for `kind`."""
+    oldest = HUBS[kind].python if kind in HUBS else sys.version_info[:2]
+    needed = f"{kind} needs Python {'.'.join(map(str, oldest))} or later"
+    if given is not None:
+        version = _version(given)
+        if version is None or version < oldest:
+            found = "no Python" if version is None else f"Python {'.'.join(map(str, version))}"
+            raise ValueError(f"--python: {given} is {found}; {needed}")
+        return given
+    names = [f"python3.{minor}" for minor in range(oldest[1], oldest[1] + _NUM_NEWER)]
+    places = [path for name in names if (path := shutil.which(name))]
+    for pattern in _INSTALLED:  # beyond PATH: of pyenv and uv
+        places += sorted(str(path) for path in Path.home().glob(pattern))
+    for path in [sys.executable, *places]:
+        version = _version(path)
+        if version is not None and version >= oldest:
+            return path
+    raise ValueError(
+        f"{needed}; areal runs on {sys.version_info[0]}.{sys.version_info[1]}, and neither "
+        f"{names[0]} nor a newer one was found: install one with its venv module (apt-get install "
+        f"{names[0]}-venv, pyenv install {names[0][6:]}, or uv python install {names[0][6:]}), or "
+        "name one by --python"
+    )
+
+
+def _version(python: str) -> tuple[int, ...] | None:
+    """None if it is no Python that runs: also a shim that leads nowhere."""
+    argv = [python, "-c", "import sys; print(*sys.version_info[:2])"]
+    try:
+        ran = subprocess.run(argv, capture_output=True, text=True, timeout=_VERSION_S)
+        return tuple(int(word) for word in ran.stdout.split()) or None
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return None
 
 
 def create(kind: str, folder: Path, *, python: str, requirement: str | None = None) -> None:

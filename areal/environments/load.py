@@ -13,6 +13,7 @@ from typing import Any
 
 from areal.environments.adapters import SkyRLEnv, adapted, is_skyrl
 from areal.environments.hubs.catalog import split_name
+from areal.environments.hubs.harbor import HarborEnvs
 from areal.environments.hubs.remote import HubEnvs
 from areal.utils import import_path
 
@@ -26,8 +27,8 @@ def environment_maker(
 
     What it returns may have a `close`, which ends what it has started.
     """
-    if isinstance(env, str) and split_name(env) is not None:
-        return HubEnvs(env, kwargs)
+    if isinstance(env, str) and (named := split_name(env)) is not None:
+        return (HarborEnvs if named[0] == "harbor" else HubEnvs)(env, kwargs)
     kind = import_path.load(env, key="env") if isinstance(env, str) else env
     name = env if isinstance(env, str) else getattr(env, "__name__", repr(env))
     if is_skyrl(kind):

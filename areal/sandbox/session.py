@@ -38,11 +38,14 @@ from areal.utils.child_process import describe_exit, spawn
 
 _START_S = 60.0  # on a busy machine
 MAX_FILE_BYTES = 1 << 20  # that `read_file` returns
+MAX_TREE_BYTES = 64 << 20  # that `read_tree` returns
 _GRACE_S = 10.0  # beyond a call's time, until a session counts as lost
 # -S: sparse files are packed as such. The session's own folders belong to nobody's tree.
 _PACK = (
-    'exec tar -C "$1" -cSf - --ignore-failed-read --exclude=./.root --exclude=./.tmp . 2>/dev/null'
+    '[ -d "$1" ] || exit 44; exec tar -C "$1" -cSf - --ignore-failed-read --exclude=./.root '
+    "--exclude=./.tmp . 2>/dev/null"
 )
+_NO_FOLDER = 44
 _UNPACK = 'mkdir -p "$1" && exec tar -C "$1" -xSf - --no-same-owner'
 _WRITE = 'mkdir -p "$(dirname "$1")" && cat > "$1"'
 _known_way: list[str] = []  # the first that worked in this process
@@ -77,8 +80,6 @@ class Session:
         self._process = process
         self._folder = folder
         self._limits = limits
-        # Packed, a tree is hardly larger than its files; sparse ones are packed as such.
-        self._max_tree_bytes = (limits.disk_mb + 1) << 20
         self._lock = asyncio.Lock()
         self._tunnels: Tunnels | None = None
         self._reader: asyncio.StreamReader
@@ -131,7 +132,7 @@ class Session:
         return session
 
     async def _shake_hands(self, channel: socket.socket, settings: bytes) -> None:
-        most = max(self._limits.output_bytes, MAX_FILE_BYTES, self._max_tree_bytes)
+        most = max(self._limits.output_bytes, MAX_FILE_BYTES, MAX_TREE_BYTES)
         channel.setblocking(False)
         self._reader, self._writer = await asyncio.open_connection(
             sock=channel, limit=2 * most + 4096
@@ -180,12 +181,17 @@ class Session:
         return data
 
     async def read_tree(self, folder: str) -> bytes:
-        """All of a folder, for `write_tree` of another session. OSError if it cannot be read.
+        """All of a folder, for `write_tree` of another session.
 
+        FileNotFoundError if it does not exist, OSError if it cannot be read or has more than
+        MAX_TREE_BYTES; sparse files count little.
         Files that commands themselves cannot read are left out.
         """
-        command = {"argv": ["sh", "-c", _PACK, "sh", folder], "output_bytes": self._max_tree_bytes}
+        argv = ["sh", "-c", _PACK, "sh", folder]
+        command = {"argv": argv, "output_bytes": MAX_TREE_BYTES, "workdir": "/"}
         reply = await self._exchange(command, b"", None)
+        if reply["exit"] == _NO_FOLDER:
+            raise FileNotFoundError(f"{folder} is no folder")
         if reply["exit"] != 0 or reply["cut"] or reply["limit"]:
             why = "it is too large" if reply["cut"] else f"more than {reply['limit']} allows"
             exit_code = f"tar {describe_exit(reply['exit'])}"

@@ -3,7 +3,8 @@
 `isolation` starts it, inside of new namespaces (`namespaces.py` or bubblewrap). It is the only
 process that lives between calls. Both directions of its socket carry JSON lines, bytes as base64:
 
-    parent -> child   {"argv": [...]} or {"code": "..."}, with "stdin", "wall_s", "output_bytes"
+    parent -> child   {"argv": [...]} or {"code": "..."}, with "stdin", "wall_s", "output_bytes",
+                      and "workdir" if it is another than the session's
     child -> parent   {"ready": true} | {"fatal": text}, then per call
                       {"exit": code, "output": ..., "cut": bool, "limit": name or null}
 
@@ -235,7 +236,7 @@ def _become_agent(
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         _limit_resources(limits)
         _drop_privileges(libc, limits)
-        os.chdir(limits["workdir"])
+        os.chdir(request.get("workdir", limits["workdir"]))
         if "code" in request:
             os.environ.clear()
             os.environ.update(limits["env"])

@@ -80,7 +80,9 @@ def build_workflow(
     if is_eval and kwargs and "gconfig" in kwargs:
         # A script may pass one gconfig for both; evaluation keeps its own.
         arguments["gconfig"] = config.eval_gconfig
-    arguments["gconfig"] = _within_context(arguments["gconfig"], config)
+    gconfig = arguments["gconfig"]
+    assert gconfig is not None  # set by the config
+    arguments["gconfig"] = _within_context(gconfig, config)
     return resolve.build_workflow(found, arguments)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from areal.cli.env import RECIPES, create
+from areal.cli.env import RECIPES, create, interpreter_for
 from areal.cli.main import main
 from areal.utils.server_envs import find_interpreter
 
@@ -76,3 +76,32 @@ def test_where_an_interpreter_is_looked_for(tmp_path, monkeypatch):
 def test_versions_are_pinned():
     for recipe in RECIPES.values():
         assert all("==" in spec for spec in (*recipe.gpu, *recipe.cpu))
+
+
+def test_a_hub_that_needs_a_newer_python_finds_one_or_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.executable", str(pretend(tmp_path / "own", "3 11")))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    assert interpreter_for("textarena") == str(tmp_path / "own")
+    install = "harbor needs Python 3.12 or later; areal runs on .*.*apt-get install python3.12-"
+    with pytest.raises(ValueError, match=install):
+        interpreter_for("harbor")
+    pretend(tmp_path / "bin/python3.12", "")  # a shim that leads nowhere
+    with pytest.raises(ValueError, match="pyenv install 3.12"):
+        interpreter_for("harbor")
+    pyenv = pretend(tmp_path / ".pyenv/versions/3.13.0/bin/python", "3 13")
+    assert interpreter_for("harbor") == str(pyenv)
+    newer = pretend(tmp_path / "bin/python3.13", "3 13")
+    assert interpreter_for("harbor") == str(newer)
+    with pytest.raises(ValueError, match="own is Python 3.11; harbor needs Python 3.12"):
+        interpreter_for("harbor", str(tmp_path / "own"))
+    with pytest.raises(ValueError, match="nothing is no Python"):
+        interpreter_for("harbor", str(tmp_path / "nothing"))
+
+
+def pretend(path: Path, version: str) -> Path:
+    """A program that says to be this version of Python."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\necho {version}\n")
+    path.chmod(0o755)
+    return path

@@ -136,7 +136,10 @@ def test_a_hub_that_is_not_installed_names_the_command(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("env", "says"),
     [
-        ("reasoning_gym:chain_sum", "names no known hub; hubs are openenv, reasoning-gym, "),
+        (
+            "reasoning_gym:chain_sum",
+            "names no known hub; hubs are harbor, openenv, reasoning-gym, ",
+        ),
         ("reasoning-gym:", "lacks a TASK, as in reasoning-gym:chain_sum"),
     ],
 )

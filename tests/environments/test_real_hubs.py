@@ -7,6 +7,7 @@ import socket
 from pathlib import Path
 
 import pytest
+from sandbox_support import needs_sandbox
 
 from areal.environments.calls import Calls
 from areal.environments.hubs.catalog import hub_interpreter
@@ -78,6 +79,17 @@ async def test_a_taskset_of_verifiers(begin):
     digits = message["content"].removesuffix("=")
     assert await step(environment, digits[::-1]) == ([], 1.0, True)
     assert (await step(environment, "9")).reward == 0.0
+
+
+@needs_sandbox
+async def test_a_task_folder_of_harbor(begin):
+    environment, [message] = await begin(f"harbor:{ROOT}/examples/terminal/tasks", 0)
+    assert message["content"] == "copy a to b\n# "
+    assert (await step(environment, "cp a b")).reward == 0.0
+    assert await step(environment, "exit") == ([], 1.0, True)
+    await environment.close()
+    with pytest.raises(EnvError, match="has no task.toml, and no folder in it has one"):
+        await begin(f"harbor:{ROOT}/examples/hubs", 0)
 
 
 async def test_an_openenv_server(begin):

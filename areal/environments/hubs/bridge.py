@@ -3,15 +3,16 @@
     python bridge.py reasoning-gym       JSON-RPC 2.0 (rpc.py), a JSON text per line
 
     open  {name, kwargs}                 once, first: loads the environment; {} or an error
+    tasks {start, count}                 {tasks}, of harbor alone, which has no episodes here
     reset {episode, row}                 {observation, tools}
     step  {episode, action}              {observation, reward, done}
     tool  {episode, name, arguments}     {text}
     close {episode}                      {}
 
-Each hub is a class here with `open`, and episodes with `reset`, `step` and `close`. Plain methods
-run one after another, with `random` in the state in which the episode left it: hubs draw from the
-module's global generator, and episodes must not disturb each other's draws. `async` methods
-overlap.
+Each hub is a class here with `open`, and all but harbor have episodes with `reset`, `step` and
+`close`. Plain methods run one after another, with `random` in the state in which the episode left
+it: hubs draw from the module's global generator, and episodes must not disturb each other's draws.
+`async` methods overlap.
 
 What a hub prints goes to stderr; the real stdout carries answers only. Ends when stdin does.
 """
@@ -27,6 +28,7 @@ import random
 import re
 import sys
 import traceback
+from pathlib import Path
 from typing import Any
 
 MAX_LINE_BYTES = 8 << 20
@@ -257,7 +259,34 @@ class OpenEnvEpisode:
         return shown[key]
 
 
+class Harbor:
+    """Task folders: read and validated here, run by areal in its own sandbox."""
+
+    def open(self, name, kwargs):
+        from harbor.models.task.task import Task
+
+        root = Path(name).absolute()
+        is_task = (root / "task.toml").is_file()
+        self.folders = [root] if is_task else sorted(f.parent for f in root.glob("*/task.toml"))
+        if not self.folders:
+            raise ValueError(f"{root} has no task.toml, and no folder in it has one")
+        self.task = Task
+
+    def tasks(self, start, count):
+        return [self.plain(folder) for folder in self.folders[start : start + count]]
+
+    def plain(self, folder):
+        try:
+            task = self.task(folder)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{folder} is no task of Harbor: {error}") from error
+        config = task.config.model_dump(mode="json", exclude_defaults=True)
+        told = task.instruction
+        return {"name": task.name, "folder": str(folder), "instruction": told, "config": config}
+
+
 HUBS = {
+    "harbor": Harbor,
     "openenv": OpenEnv,
     "reasoning-gym": ReasoningGym,
     "textarena": TextArena,
@@ -311,6 +340,9 @@ class Bridge:
     async def do_open(self, name, kwargs):
         await self.run(None, self.hub.open, name, kwargs)
         return {}
+
+    async def do_tasks(self, start, count):
+        return {"tasks": self.hub.tasks(start, count)}
 
     async def do_reset(self, episode, row):
         self.episodes[episode] = current = self.hub.episode()

@@ -21,9 +21,17 @@ class Hub:
     module: str  # imported at the end of the installation as a test
     name: str  # what follows the colon
     example: str
+    python: tuple[int, int] = (3, 11)  # the oldest that its packages run on
 
 
 HUBS = {
+    "harbor": Hub(
+        requirements=("harbor==0.24.0",),
+        module="harbor.models.task.task",
+        name="FOLDER",
+        example="tasks",
+        python=(3, 12),
+    ),
     "openenv": Hub(
         requirements=("openenv==0.10.0",),
         module="openenv.core.generic_client",
@@ -86,5 +94,8 @@ def check_env(env: str) -> bool:
     named = split_name(env)
     if named is None:
         return False
-    hub_interpreter(named[0])
+    hub, name = named
+    hub_interpreter(hub)
+    if hub == "harbor" and not os.path.isdir(name):
+        raise ValueError(f"env: {env}: there is no folder {os.path.abspath(name)}")
     return True

@@ -42,12 +42,12 @@ class HubEnvs:
         self._kwargs = dict(kwargs)
         self._python = hub_interpreter(self._hub)
         self._current = PerLoop(self._start, _is_usable)
-        self._started: list[_Bridge] = []
+        self._started: list[Bridge] = []
 
     def __call__(self) -> HubEnv:
         return HubEnv(self)
 
-    async def bridge(self) -> _Bridge:
+    async def bridge(self) -> Bridge:
         """The process for a new episode."""
         return await self._current.get()
 
@@ -56,10 +56,10 @@ class HubEnvs:
         for bridge in self._started:
             bridge.process.kill()
 
-    async def _start(self) -> _Bridge:
+    async def _start(self) -> Bridge:
         argv = [self._python, "-P", str(BRIDGE), self._hub]  # -P: our folder has no modules for it
         process = await RpcProcess.start(argv, name=f"hub {self._hub}", env=_environment())
-        bridge = _Bridge(process, self.env)
+        bridge = Bridge(process, self.env)
         self._started = [one for one in self._started if not one.process.has_ended] + [bridge]
         try:
             async with asyncio.timeout(_START_S):
@@ -70,7 +70,7 @@ class HubEnvs:
         return bridge
 
 
-class _Bridge:
+class Bridge:
     """One process and the number of its open episodes."""
 
     def __init__(self, process: RpcProcess, env: str) -> None:
@@ -110,7 +110,7 @@ class HubEnv:
 
     def __init__(self, hub: HubEnvs) -> None:
         self._hub = hub
-        self._bridge: _Bridge | None = None
+        self._bridge: Bridge | None = None
         self._episode = -1
         self.tools: list[Tool] = []
 
@@ -149,7 +149,7 @@ def _field(answer: Any, key: str, kind: type) -> Any:
     return value
 
 
-def _is_usable(bridge: _Bridge) -> bool:
+def _is_usable(bridge: Bridge) -> bool:
     return not bridge.is_retired and not bridge.process.has_ended
 
 

@@ -1,3 +1,4 @@
 #!/bin/bash
 # b has the text of a, and a is still there
-[ "$(cat a)" = red ] && [ "$(cat b)" = red ]
+if [ "$(cat a)" = red ] && [ "$(cat b)" = red ]; then reward=1; else reward=0; fi
+echo $reward > /logs/verifier/reward.txt

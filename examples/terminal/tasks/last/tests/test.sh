@@ -1,3 +1,4 @@
 #!/bin/bash
 # b has the last line of a alone
-[ "$(cat b)" = z ]
+if [ "$(cat b)" = z ]; then reward=1; else reward=0; fi
+echo $reward > /logs/verifier/reward.txt

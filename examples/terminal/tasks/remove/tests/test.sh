@@ -1,3 +1,4 @@
 #!/bin/bash
 # a is gone
-[ ! -e a ]
+if [ ! -e a ]; then reward=1; else reward=0; fi
+echo $reward > /logs/verifier/reward.txt

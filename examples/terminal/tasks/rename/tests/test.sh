@@ -1,3 +1,4 @@
 #!/bin/bash
 # b has the text of a, and a is gone
-[ ! -e a ] && [ "$(cat b)" = red ]
+if [ ! -e a ] && [ "$(cat b)" = red ]; then reward=1; else reward=0; fi
+echo $reward > /logs/verifier/reward.txt

@@ -1,3 +1,4 @@
 #!/bin/bash
 # b has the lines of a in order
-[ "$(tr "\n" " " < b)" = "1 2 3 " ]
+if [ "$(tr "\n" " " < b)" = "1 2 3 " ]; then reward=1; else reward=0; fi
+echo $reward > /logs/verifier/reward.txt

@@ -1,0 +1,250 @@
+"""Harbor's task folders, as recipes for sandbox sessions.
+
+In: what Harbor's own package read of a folder (bridge.py), and the user's options. Out: a Task with
+the limits of its sessions, the files it begins with, its tests; or Unsupported, with what the task
+needs that no sandbox has.
+
+    task/instruction.md             what the model is told
+    task/environment/               a Dockerfile and its files; without one, files of the workdir
+    task/tests/test.sh              run by the grader alone; leaves a file of REWARDS
+    task/task.toml                  limits and options
+"""
+
+from __future__ import annotations
+
+import io
+import posixpath
+import stat
+import tarfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from areal.environments.hubs.dockerfile import Copy, Plan, Run, Unsupported, read
+from areal.sandbox.limits import SessionLimits
+from areal.sandbox.session_init import WORKSPACE
+
+REWARDS = ("/logs/verifier/reward.json", "/logs/verifier/reward.txt")  # in Harbor's order
+_IMAGES = ("debian", "python", "ubuntu")  # that a machine with Python stands in for
+_COMPOSE = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
+# Keys of task.toml that ask for more than a sandbox has, by section.
+_BEYOND = {
+    "": ("steps",),
+    "environment": ("gpus", "tpu", "mcp_servers", "healthcheck", "skills_dir"),
+    "verifier": ("environment", "collect"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """`env_kwargs` of `harbor:FOLDER`."""
+
+    interface: str = "commands"  # each reply is a shell command, or "tools": Python, shell, files
+    instructions: str = ""  # a system message
+    command_s: float = 60.0  # of one command
+    max_commands: int = 64  # then the task is graded as it is
+    max_disk_mb: int = 256  # files are kept in memory, whatever storage_mb says
+    images: list[str] = field(default_factory=list)  # more that this machine stands in for
+    skip_installs: bool = False  # leave out RUN lines that install; else the task is refused
+    skip_unsupported: bool = False  # leave such tasks out; else they are refused
+    writable: list[str] = field(default_factory=list)  # more folders of the task's own
+    network: list[str] = field(default_factory=list)  # addresses, as in sandbox.network
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Options:
+        known = cls.__dataclass_fields__
+        for key in given:
+            if key not in known:
+                raise ValueError(
+                    f"env_kwargs.{key}: unknown for harbor; expected one of {', '.join(known)}"
+                )
+            if key in ("images", "writable", "network") and not isinstance(given[key], list):
+                raise ValueError(f"env_kwargs.{key}: expected a list, got {given[key]!r}")
+        options = cls(**given)
+        if options.interface not in ("commands", "tools"):
+            raise ValueError(
+                f"env_kwargs.interface must be 'commands' or 'tools', got {options.interface!r}"
+            )
+        if not isinstance(options.max_commands, int) or options.max_commands < 1:
+            raise ValueError(
+                f"env_kwargs.max_commands must be at least 1, got {options.max_commands!r}"
+            )
+        options.limits()  # what sessions check, now
+        return options
+
+    def limits(self) -> SessionLimits:
+        return SessionLimits.of(
+            {
+                "wall_s": self.command_s,
+                "cpu_s": self.command_s,
+                "disk_mb": self.max_disk_mb,
+                "writable": self.writable,
+                "network": self.network,
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    name: str
+    folder: Path
+    instruction: str
+    limits: SessionLimits  # of the model's session
+    grading: SessionLimits
+    actions: tuple[Copy | Run, ...]
+
+    @property
+    def roots(self) -> list[str]:
+        """Folders that the model's work is in."""
+        work = [path for path in self.limits.writable if path != "/logs"]
+        return [WORKSPACE, *work]
+
+    def copied(self, action: Copy) -> bytes:
+        """An archive for `write_tree("/")`."""
+        return pack(_copied(self.folder / "environment", action))
+
+    def tests(self) -> bytes:
+        return pack(_tree(self.folder / "tests", "/tests"))
+
+
+def task_of(given: Mapping[str, Any], options: Options) -> Task:
+    """Unsupported, with the reason, for a task that cannot be run."""
+    folder, config = Path(given["folder"]), given["config"]
+    environment, verifier = config.get("environment") or {}, config.get("verifier") or {}
+    for section, keys in _BEYOND.items():
+        found = config.get(section) or {} if section else config
+        for key in keys:
+            if found.get(key):
+                raise Unsupported(f"task.toml: {f'{section}.' if section else ''}{key} is not run")
+    if environment.get("os", "linux") != "linux":
+        raise Unsupported(f"task.toml: environment.os is {environment['os']!r}")
+    if environment.get("network_mode") == "allowlist" and not options.network:
+        raise Unsupported(
+            f"task.toml: it needs {', '.join(environment.get('allowed_hosts') or ())}; list what "
+            "it may reach in env_kwargs.network, as HOST:PORT"
+        )
+    plan = _plan(folder / "environment", environment, options)
+    if environment.get("workdir"):
+        plan.workdir = environment["workdir"]
+    env = {**plan.env, **_plain(environment.get("env"), "environment.env")}
+    limits = _limits(plan, environment, env, options)
+    wall_s = float(verifier.get("timeout_sec", 600.0))
+    grading = replace(
+        limits,
+        wall_s=wall_s,
+        disk_mb=2 * limits.disk_mb,  # the tests need room, too
+        cpu_s=wall_s * max(1, environment.get("cpus") or 1),
+        writable=(*limits.writable, "/tests"),
+        env={**env, **_plain(verifier.get("env"), "verifier.env")},
+    )
+    return Task(given["name"], folder, given["instruction"], limits, grading, tuple(plan.actions))
+
+
+def _plan(folder: Path, environment: Mapping[str, Any], options: Options) -> Plan:
+    for name in _COMPOSE:
+        if (folder / name).exists():
+            raise Unsupported(f"environment/{name}: several containers cannot be stood in for")
+    file, image = folder / "Dockerfile", environment.get("docker_image")
+    if file.is_file():
+        plan = read(file.read_text(encoding="utf-8"), skip_installs=options.skip_installs)
+        plan.image = image or plan.image
+    else:
+        plan = Plan(image=image or "", workdir=WORKSPACE)
+        plan.actions.append(Copy((".",), f"{WORKSPACE}/"))
+    if plan.workdir == "/":
+        plan.workdir = WORKSPACE
+    if plan.image and not _stands_in(plan.image, [*_IMAGES, *options.images]):
+        raise Unsupported(
+            f"it needs the image {plan.image}; if this machine has what the task needs of it, "
+            "list it in env_kwargs.images"
+        )
+    return plan
+
+
+def _stands_in(image: str, accepted: list[str]) -> bool:
+    name = image.removeprefix("docker.io/").removeprefix("library/")
+    return image in accepted or name in accepted or name.partition(":")[0] in accepted
+
+
+def _limits(
+    plan: Plan, environment: Mapping[str, Any], env: dict[str, str], options: Options
+) -> SessionLimits:
+    targets = [one.target for one in plan.actions if isinstance(one, Copy)]
+    targets += [one.workdir for one in plan.actions if isinstance(one, Run)]
+    own = {_root(path) for path in (plan.workdir, *targets)} - {WORKSPACE, "/"}
+    basis = options.limits()
+    try:
+        return replace(
+            basis,
+            memory_mb=environment.get("memory_mb") or 2048,
+            disk_mb=min(environment.get("storage_mb") or basis.disk_mb, basis.disk_mb),
+            writable=tuple(sorted({*own, "/logs", *basis.writable})),
+            workdir=plan.workdir,
+            env=env,
+        )
+    except ValueError as error:
+        raise Unsupported(str(error)) from error
+
+
+def _root(path: str) -> str:
+    """The folder to own for `path`: the topmost, or two levels of a home."""
+    parts = path.strip("/").split("/")
+    count = 2 if parts[0] in ("home", "opt", "srv", "var", "mnt") else 1
+    return "/" + "/".join(parts[:count])
+
+
+def _plain(env: Mapping[str, str] | None, key: str) -> dict[str, str]:
+    for name, value in (env or {}).items():
+        if "${" in value:
+            raise Unsupported(
+                f"task.toml: {key}.{name} is a variable of the host, which no sandbox gets"
+            )
+    return dict(env or {})
+
+
+Files = Iterator[tuple[str, bytes, int]]  # path, content, mode
+
+
+def _copied(context: Path, action: Copy) -> Files:
+    for pattern in action.sources:
+        name = pattern.removeprefix("./").removeprefix("/")
+        found = sorted(context.glob(name)) if name not in ("", ".") else [context]
+        if not found:
+            raise Unsupported(f"environment/Dockerfile copies {pattern!r}, which does not exist")
+        for source in found:
+            if not source.resolve().is_relative_to(context.resolve()):
+                raise Unsupported(f"{source} leads out of its folder")
+            if source.is_dir():
+                yield from _tree(source, action.target, without=context / "Dockerfile")
+            elif source != context / "Dockerfile":
+                is_folder = action.target.endswith("/")
+                target = action.target + source.name if is_folder else action.target
+                yield target, _contents(source, context), _mode(source)
+
+
+def _tree(folder: Path, target: str, without: Path | None = None) -> Files:
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path != without:
+            name = posixpath.join(target, path.relative_to(folder).as_posix())
+            yield name, _contents(path, folder), _mode(path)
+
+
+def _contents(path: Path, folder: Path) -> bytes:
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise Unsupported(f"{path} leads out of its folder")
+    return path.read_bytes()
+
+
+def _mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode) | 0o600
+
+
+def pack(files: Files) -> bytes:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        for name, data, mode in files:
+            entry = tarfile.TarInfo(name.lstrip("/"))
+            entry.size, entry.mode = len(data), mode
+            archive.addfile(entry, io.BytesIO(data))
+    return packed.getvalue()
