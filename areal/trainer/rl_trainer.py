@@ -282,7 +282,7 @@ class PPOTrainer(Trainer):
             dynamic_bs=self.config.dynamic_bs,
             resume=resume,
         )
-        listen_for_servers(self.config, self.run, self.inference, self._closing)
+        listen_for_servers(self.config, self.run, self.inference, self.workers, self._closing)
         return first
 
     def publish_weights(self, version: int) -> None:

@@ -4,8 +4,8 @@ In: the batch of a step and the tensors that training computed for it. Out: rows
 `samples` with a value per token, and the text of every token in `pieces`, so that readers need no
 tokenizer.
 
-    ids mask versions logprobs      as the workflow returned them
-    advantages prox_logp ref_logp   as training computed them, where it did
+    ids mask versions logprobs                 as the workflow returned them
+    advantages prox_logp ref_logp entropy      as training computed them, where it did
 
 Bounded: at most `_MAX_STEPS` steps of a run, of each the first group of its batch, of that at most
 `_MAX_TOKENS` tokens.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _MAX_STEPS = 1000
 _MAX_TOKENS = 1 << 14  # of one step
-_COMPUTED = ("advantages", "prox_logp", "ref_logp")
+_COMPUTED = ("advantages", "prox_logp", "ref_logp", "entropy")
 
 
 class SampleRecorder:

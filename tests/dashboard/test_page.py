@@ -144,8 +144,16 @@ def test_tokens_are_coloured_and_told_apart(page, dash):
     page.keyboard.press("c")
     assert page.locator("button[aria-pressed=true]").inner_text() == "ratio"
     assert tints() != by_logprob
+    page.click("button[data-colour=entropy]")
+    by_entropy = tints()
+    assert all(by_entropy) and by_entropy[0] != by_entropy[1] and by_entropy != by_logprob
     spans.nth(2).hover()
     assert "logprob -2" in page.inner_text("#detail")
+    assert "entropy 0.50" in page.inner_text("#detail")
+    assert page.locator("#missing").count() == 0
+    visit(page, dash, "sample", run=1, task=0, sample=1)
+    assert page.locator("button[data-colour=entropy]").count() == 0
+    assert "Entropy was not computed" in page.inner_text("#missing")
 
 
 def test_curves_of_two_runs_and_their_configs(page, dash):
