@@ -194,7 +194,10 @@ def picture(run: RunReader, width: int) -> str:
         lines.append(f"waits for {view['waits_for']}")
     spent = time_by_cause(run)
     if spent is not None:
-        lines += [f"trainer  {_bar(spent.trainer, width - 10)}", spent.verdict]
+        parts = {"trainer": spent.trainer, "servers": spent.servers, "rollout": spent.rollout}
+        bars = {name: shares for name, shares in parts.items() if shares}
+        lines += [f"{name}  {_bar(shares, width - 10)}" for name, shares in bars.items()]
+        lines += spent.verdicts
     lines += [
         f"{alarm['level'].upper()} {alarm['kind']}: {safe(alarm['text'])}"
         for alarm in view["alarms"]

@@ -316,6 +316,7 @@ class WorkflowExecutor:
         """Groups by state, and retried episodes by kind of error."""
         with self._changed:
             counts = self._buffer.counts() | self._failures.counts()
+            counts["idle_s"] = self._buffer.idle_s
         if self._workers is not None:
             counts["workers_replaced"] = self._workers.num_replaced
         return counts

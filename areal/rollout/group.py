@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from areal.api.engine_api import EngineLostError
 from areal.api.workflow_api import GroupResult, runs_groups
-from areal.api.workflow_context import Episode, episode
+from areal.api.workflow_context import Episode
+from areal.rollout.episode_time import timed_episode
 from areal.rollout.trajectory import (
     as_tensors,
     check_trajectory_format,
@@ -180,7 +181,7 @@ class GroupRunner:
     def _episode(
         self, task_id: int, sample: int, *, is_group: bool = False
     ) -> AbstractContextManager[Episode]:
-        return episode(
+        return timed_episode(
             task_id=task_id,
             sample=sample,
             is_eval=self.is_eval,

@@ -242,7 +242,7 @@ async function drawSeconds(run, params) {
     ["10", "50", "200", "1000"].map((one) => h("option", { value: one, selected: one === last }, "last " + one + " steps")));
   return [
     h("div", { class: "bar" }, h("b", {}, "Steps " + found.first_step + " to " + found.last_step), !EMBEDDED && choice),
-    h("p", { id: "verdict" }, found.verdict),
+    h("div", { id: "verdict" }, found.verdicts.map((one) => h("p", {}, one))),
     drawShares("Trainer", "time of the controller's loop", found.trainer),
     found.servers.length ? drawShares("Servers", "seconds of all inference servers", found.servers)
       : [h("h2", {}, "Servers"), h("p", { class: "dim" }, "Not measured: only native servers report when they compute, and not across a replacement.")],
