@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -34,6 +35,7 @@ class Episode:
     run_seed: int
     requests: int = 0  # seeds handed out so far
     is_group: bool = False  # one call for all samples
+    began: float = field(default_factory=time.perf_counter)
     spans: list[Span] = field(default_factory=list[Span])  # of generation, tools and rewards
 
     def seed(self, sample: int) -> int:

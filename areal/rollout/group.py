@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from areal.api.engine_api import EngineLostError
 from areal.api.workflow_api import GroupResult, runs_groups
-from areal.api.workflow_context import Episode
-from areal.rollout.episode_time import timed_episode
+from areal.api.workflow_context import Episode, episode
+from areal.rollout.episode_time import record_time
 from areal.rollout.trajectory import (
     as_tensors,
     check_trajectory_format,
@@ -110,12 +110,13 @@ class GroupRunner:
         """The first attempt of all episodes, in one call of the workflow."""
         try:
             with (
-                self._episode(task_id, 0, is_group=True),
+                self._episode(task_id, 0, is_group=True) as current,
                 waiting(f"workflow {type(self.workflow).__name__}"),
             ):
                 result = await self.workflow.arun_group(
                     self.engine, copy_row(data), self.group_size
                 )
+            record_time(current)
         except EngineLostError:
             raise
         except Exception as error:
@@ -190,10 +191,11 @@ class GroupRunner:
                 await asyncio.sleep(min(delay_s, MAX_RETRY_DELAY_S))
             try:
                 with (
-                    self._episode(task_id, index),
+                    self._episode(task_id, index) as current,
                     waiting(f"workflow {type(self.workflow).__name__}"),
                 ):
                     result = await self.workflow.arun_episode(self.engine, copy_row(data))
+                record_time(current)
                 return as_tensors(result)
             except EngineLostError:
                 raise
@@ -214,7 +216,7 @@ class GroupRunner:
     def _episode(
         self, task_id: int, sample: int, *, is_group: bool = False
     ) -> AbstractContextManager[Episode]:
-        return timed_episode(
+        return episode(
             task_id=task_id,
             sample=sample,
             is_eval=self.is_eval,

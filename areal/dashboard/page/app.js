@@ -145,6 +145,10 @@ async function draw(quietly) {
   const number = ++state.drawn;
   clearTimeout(state.timer);
   const { view, params } = place();
+  const drawView = () => (DRAW[view] || drawNow)("run/" + currentRun() + "/", params);
+  // The list of runs and the view at once, but for the first time, when no run is known.
+  const early = state.runs.length ? drawView() : null;
+  if (early) early.catch(() => {}); // awaited below, unless the run itself is at fault
   let content;
   let isLive = false;
   try {
@@ -152,7 +156,7 @@ async function draw(quietly) {
     isLive = Boolean(run) && run.state === "running" && !EMBEDDED;
     if (run && run.fault && !["evals", "results"].includes(view)) throw new Error(run.fault);
     if (!run && !["evals", "results"].includes(view)) return go("evals", {});
-    content = await (DRAW[view] || drawNow)("run/" + currentRun() + "/", params);
+    content = await (early || drawView());
   } catch (error) {
     content = [h("p", { class: "error", role: "alert" }, error.message)];
   }
