@@ -1,10 +1,16 @@
 """What a view of the dashboard costs in a run of a million prompts and ten thousand samples.
 
-    python benchmark/dashboard.py [--rows 1000000] [--samples 10000] [--json report.json]
+    python benchmark/dashboard.py [--rows 1000000] [--samples 10000] [--browser] [--demo RUN]
+                                  [--json report.json]
 
 The median and the slowest of `--laps` answers per view, each with a new connection as the server
 has it; no view should take 200 ms. Times are of the CPU, so a busy machine measures the same; the
 database lies in the page cache. `recorder_step` is what a run pays per step to keep samples.
+
+`--browser` also measures first paint and every view in Chromium, by the clock
+(dashboard_browser.py). `--demo` takes the run of `areal demo` and says which share of its time goes
+into what the dashboard shows: keeping the samples of each step, and timing episodes. Its steps are
+recorded again, as they were, and compared with the fastest tenth of them.
 """
 
 from __future__ import annotations
@@ -23,10 +29,16 @@ import safetensors.numpy
 import torch
 from report import Row, print_table, write_json
 
+from areal.api.workflow_context import Episode
+from areal.dashboard.reader import RunReader
 from areal.dashboard.routes import Routes
+from areal.rollout.episode_time import record_time
 from areal.rollout.executor import Batch
 from areal.run.database import RunDatabase, Start, StoredSample
+from areal.run.paths import RunPaths
 from areal.trainer.samples import SampleRecorder
+from areal.utils import stats_tracker
+from areal.utils.tokenizer import load_hf_tokenizer
 
 STEP_SIZE = 512
 GROUP = 8
@@ -77,15 +89,19 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--samples", type=int, default=10_000)
     parser.add_argument("--laps", type=int, default=7)
+    parser.add_argument("--browser", action="store_true", help="also in Chromium")
+    parser.add_argument("--demo", metavar="RUN", help="folder of the demo's run of GRPO")
     parser.add_argument("--json", help="also write the report to this file")
     args = parser.parse_args()
-    rows = measure(args.rows, args.samples, args.laps)
+    rows = measure(args.rows, args.samples, args.laps, browser=args.browser)
+    if args.demo is not None:
+        rows += demo_share(Path(args.demo), args.laps)
     print_table(rows)
     if args.json:
         write_json(args.json, rows)
 
 
-def measure(num_rows: int, num_samples: int, laps: int) -> list[Row]:
+def measure(num_rows: int, num_samples: int, laps: int, *, browser: bool = False) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         with RunDatabase(root / "run.db") as database:
@@ -97,8 +113,16 @@ def measure(num_rows: int, num_samples: int, laps: int) -> list[Row]:
                 times = [_time(ask) for _ in range(laps)]
                 rows.append(Row(name, statistics.median(times) * 1e3, "ms"))
                 rows.append(Row(f"{name}_slowest", max(times) * 1e3, "ms"))
-    slowest = max(row.value for row in rows if row.name in VIEWS)
-    return [*rows, Row("slowest_view", slowest, "ms")]
+            slowest = max(row.value for row in rows if row.name in VIEWS)
+            rows.append(Row("slowest_view", slowest, "ms"))
+            if browser:
+                from dashboard_browser import PLACES, in_browser  # needs Playwright
+
+                rows += in_browser(root, task=task, laps=laps)
+                views = {f"browser_{name}" for name in PLACES}
+                shown = [row.value for row in rows if row.name in views]
+                rows.append(Row("browser_slowest_view", max(shown), "ms"))
+    return rows
 
 
 def _write(database: RunDatabase, num_rows: int, num_samples: int) -> int:
@@ -167,6 +191,69 @@ def _recorder_cost(database: RunDatabase, num_rows: int, laps: int) -> Row:
     batch = Batch(0, [num_rows], [group], [])
     times = [_time(lambda: recorder.record(batch, data, 0)) for _ in range(laps)]
     return Row("recorder_step", statistics.median(times) * 1e3, "ms")
+
+
+def demo_share(run: Path, laps: int) -> list[Row]:
+    """What the recording of a run's samples and the timing of its episodes cost it."""
+    with RunReader(run) as reader:
+        config, steps = reader.config(), [row for row in reader.steps() if row.step >= 0]
+        step_s = sorted(row.stats["timeperf/step"] for row in steps)
+        fastest = statistics.mean(step_s[: max(1, len(step_s) // 10)])
+        stored = reader.query("SELECT * FROM samples WHERE step = ?", (steps[-1].step,))
+        groups = config["train_dataset.batch_size"]
+    tokenizer = load_hf_tokenizer(str(RunPaths(run).model))
+    batch, data = _recorded_batch([safetensors.numpy.load(row["data"]) for row in stored])
+    with tempfile.TemporaryDirectory() as folder, RunDatabase(Path(folder) / "run.db") as database:
+        recorder = SampleRecorder(database, tokenizer, total_steps=len(steps))
+        recorder.record(batch, data, 0)  # texts of tokens are stored once
+        samples_s = [_time(lambda: recorder.record(batch, data, 0)) for _ in range(10 * laps)]
+    episodes_s = [_time(partial(_record_times, _episodes(groups))) for _ in range(10 * laps)]
+    cost = statistics.median(samples_s) + statistics.median(episodes_s)
+    return [
+        Row("demo_step_fastest_tenth", fastest * 1e3, "ms"),
+        Row("demo_recording_samples", statistics.median(samples_s) * 1e3, "ms"),
+        Row("demo_timing_episodes", statistics.median(episodes_s) * 1e3, "ms"),
+        Row("demo_share", 100 * cost / fastest, "%"),
+    ]
+
+
+def _recorded_batch(samples: list[dict[str, np.ndarray]]) -> tuple[Batch, dict[str, torch.Tensor]]:
+    """The group as the trainer had it, from what was stored of it."""
+    width = max(len(sample["ids"]) for sample in samples)
+
+    def padded(key: str) -> torch.Tensor:
+        rows = [np.pad(one[key].astype(np.float32), (0, width - len(one[key]))) for one in samples]
+        return torch.from_numpy(np.stack(rows))
+
+    lengths = torch.tensor([len(sample["ids"]) for sample in samples])
+    mask = torch.arange(width) < lengths[:, None]
+    group = {
+        "input_ids": padded("ids").int(),
+        "attention_mask": mask,
+        "loss_mask": padded("mask"),
+        "versions": padded("versions").int(),
+        "logprobs": padded("logprobs"),
+    }
+    data = {"advantages": padded("advantages"), "prox_logp": padded("prox_logp")}
+    data["rewards"] = torch.ones(len(samples))
+    return Batch(0, [0], [group], []), data
+
+
+def _episodes(count: int) -> list[Episode]:
+    """As a step of the demo has them: groups, each a request and a reward."""
+    now = time.perf_counter()
+    spans = [("prompt", now, now + 1e-9), ("tokens", now + 1e-9, now + 2e-9)]
+    spans.append(("reward", now + 2e-9, now + 3e-9))
+    ended = [Episode(i, 0, False, 1, is_group=True, began=now) for i in range(count)]
+    for one in ended:
+        one.spans += spans
+    return ended
+
+
+def _record_times(ended: list[Episode]) -> None:
+    for one in ended:
+        record_time(one)
+    stats_tracker.export_all()
 
 
 def _time(work: Callable[[], object]) -> float:

@@ -51,10 +51,12 @@ def group(version: int) -> dict:
     }
 
 
-def computed(num_groups: int) -> dict:
+def computed(num_groups: int, *, has_entropy: bool) -> dict:
     """What training computes: position t is about token t + 1."""
     rows = GROUP * num_groups
+    entropy = {"entropy": torch.arange(5.0).expand(rows, 5) / 2} if has_entropy else {}
     return {
+        **entropy,
         "rewards": torch.tensor([1.0, 0.0] * num_groups),
         "advantages": torch.arange(5.0).expand(rows, 5),
         "prox_logp": torch.full((rows, 5), -0.5),
@@ -62,7 +64,8 @@ def computed(num_groups: int) -> dict:
 
 
 class WrittenRun:
-    """`steps` steps of two prompts each, one more group finished, one failed, one running."""
+    """`steps` steps of two prompts each, the first without entropies; one more group finished, one
+    failed, one running."""
 
     def __init__(self, root: Path, *, steps: int = 3, config: str = CONFIG, **stats: float) -> None:
         self.root = root
@@ -100,7 +103,7 @@ class WrittenRun:
         self.settle(prompts)
         self.ledger.trained(ids, step, step)
         batch = Batch(step, ids, [group(step) for _ in ids], [])
-        self.recorder.record(batch, computed(2), step)
+        self.recorder.record(batch, computed(2, has_entropy=step > 0), step)
         times = {"timeperf/step": 2.0, "timeperf/train": 1.0, "timeperf/rollout": 0.6}
         usual = {"rollout/reward": 0.5, "tokens": 18.0, "server/busy_s": float(step)}
         self.database.record_step(step, {**times, **usual, "server/servers": 1.0, **stats})

@@ -114,6 +114,13 @@ def fails_on_some(prompt, completions, prompt_ids, completion_ids, answer, **dat
     return float(answer in completions)
 
 
+def fails_on_some_answers(prompt, completions, prompt_ids, completion_ids, **data) -> float:
+    """By the tokens, so that the same samples fail wherever they are scored."""
+    if completion_ids[0] % 7 == 0:
+        raise ValueError("no verdict on this answer")
+    return digit_share_reward_fn(prompt, completions, prompt_ids, completion_ids)
+
+
 def right_after_feedback(
     prompt, completions, prompt_ids, completion_ids, feedback, num_wrong, **data
 ):

@@ -418,8 +418,12 @@ class TrainEngine(ABC):
 
     @split(merges_rows=True)
     @abstractmethod
-    def forward_batch(self, input_: dict[str, Any]) -> torch.Tensor:
-        """Log-probabilities or values `[B, S]` aligned as in `train_batch`, zero on padding."""
+    def forward_batch(self, input_: dict[str, Any], *, with_entropy: bool = False) -> torch.Tensor:
+        """Log-probabilities or values `[B, S]` aligned as in `train_batch`, zero on padding.
+
+        `with_entropy`: `[B, S, 2]`, log-probabilities and the entropies of the distributions they
+        are taken from. Not of a critic.
+        """
 
     def forward(
         self,

@@ -16,10 +16,13 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+Span = tuple[str, float, float]  # stage, start and end in times of `time.perf_counter`
 
 
 @dataclass(slots=True)
@@ -32,6 +35,8 @@ class Episode:
     run_seed: int
     requests: int = 0  # seeds handed out so far
     is_group: bool = False  # one call for all samples
+    began: float = field(default_factory=time.perf_counter)
+    spans: list[Span] = field(default_factory=list[Span])  # of generation, tools and rewards
 
     def seed(self, sample: int) -> int:
         """Of the next request of a sample."""

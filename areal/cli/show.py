@@ -9,7 +9,7 @@ import json
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Tells what a run recorded of one prompt, one step or one sample, also while it is alive; "
-        "or which servers it has."
+        "or the state of each of its servers and rollout workers."
     )
     parser.add_argument("folder", metavar="RUN", help="folder of the run, with its run.db")
     which = parser.add_mutually_exclusive_group(required=True)
@@ -18,21 +18,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which.add_argument(
         "--sample", metavar="ID/N", help="its tokens: prompt ID, sample N of it (counted from 0)"
     )
-    which.add_argument(
-        "--servers", action="store_true", help="those of a living run; areal serve list asks them"
-    )
+    which.add_argument("--servers", action="store_true", help="and rollout workers of a living run")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
 
 
 def run(args: argparse.Namespace) -> int:
     from areal.dashboard import text, views
+    from areal.dashboard.members import living_members
     from areal.dashboard.reader import RunReader
 
     with RunReader(args.folder) as reader:
         if args.servers:
-            value = views.servers(reader)
-            rows = [("server", "state"), *value.items()]
-            story = text.table([[text.safe(cell) for cell in row] for row in rows])
+            value = living_members(reader)
+            if value["why"]:
+                raise ValueError(f"--servers: {value['why']}")
+            story = text.members_table(value)
         elif args.prompt is not None:
             story = text.prompt_story(reader, args.prompt)  # raises for an unknown one
             value = views.prompt(reader, args.prompt)

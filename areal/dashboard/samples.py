@@ -30,7 +30,12 @@ _STRIPS = {
     "advantage": "advantages",
     "prox_logp": "prox_logp",
     "ref_logp": "ref_logp",
+    "entropy": "entropy",
 }
+NO_ENTROPY = (
+    "entropy was not computed: only steps with a log-probability pass compute it "
+    "(actor.recompute_logprob or actor.use_decoupled_loss)"
+)
 _FIELDS = "task_id, sample, episode, step, reward, length, is_cut"
 
 
@@ -96,7 +101,8 @@ def read_group(run: RunReader, task_id: int) -> list[dict[str, Any]]:
 
 def read_sample(run: RunReader, task_id: int, sample: int) -> dict[str, Any] | None:
     """One sample with a list per value: `tokens` (texts), `ids`, `mask` (trained on), and where
-    stored `logprob`, `version`, `advantage`, `prox_logp`, `ref_logp`, `ratio`."""
+    stored `logprob`, `version`, `advantage`, `prox_logp`, `ref_logp`, `entropy`, `ratio`;
+    `missing` says why a trained sample has no entropy."""
     if run.has_table("samples"):
         rows = run.query(
             f"SELECT {_FIELDS}, data FROM samples WHERE task_id = ? AND sample = ?",
@@ -105,7 +111,9 @@ def read_sample(run: RunReader, task_id: int, sample: int) -> dict[str, Any] | N
         if rows:
             facts = {key: rows[0][key] for key in rows[0].keys() if key != "data"}  # noqa: SIM118
             tensors = _decode(run, task_id, rows[0]["data"])
-            return {**facts, "state": "trained", **_strip(run, tensors)}
+            missing = "" if "entropy" in tensors else NO_ENTROPY
+            strip = _strip(run, tensors)
+            return {**facts, "state": "trained", "missing": missing, **strip}
     if run.is_empty:
         return None
     rows = run.query("SELECT task_id, data FROM trajectories WHERE task_id = ?", (task_id,))
@@ -114,7 +122,8 @@ def read_sample(run: RunReader, task_id: int, sample: int) -> dict[str, Any] | N
     group = _decode(run, task_id, rows[0]["data"])
     if not 0 <= sample < len(group["input_ids"]):
         return None
-    return {**_facts(task_id, sample, group), **_strip(run, _row(group, sample))}
+    strip = _strip(run, _row(group, sample))
+    return {**_facts(task_id, sample, group), "missing": "", **strip}
 
 
 def _find_waiting(run: RunReader, wanted: SampleFilter) -> list[dict[str, Any]]:

@@ -3,14 +3,19 @@
     time_by_cause(run, last=50)
     # {"trainer": [Share("waiting for episodes", 0.62, ...), ...], "servers": ..., "rollout": ...}
 
-Each list adds up to the whole: what no cause covers is `other`. Trainer: the phases of each step.
-Servers: seconds that native servers computed. Rollout: lives of the prompts trained in these steps.
+Each list adds up to the whole: what no cause covers is `other`.
+
+    trainer   the phases of each step
+    servers   seconds that native servers computed, and why they did not; where no request came, the
+              clock of the rollout says whether episodes ran at all
+    rollout   lives of the prompts trained in these steps, divided as their episodes spent theirs
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from areal.dashboard.reader import RunReader, StepRow
 
@@ -45,6 +50,44 @@ _LOSSES = {
         "set perf_tracer.enabled=true to see what the controller does between its phases",
     ),
 }
+# Statistic of episodes -> cause, whether it is a loss, and what to change.
+_EPISODE = {
+    "generation_s": ("generating tokens", False, ""),
+    "first_token_s": (
+        "waiting for the first token",
+        True,
+        "requests queue at the servers: add servers, or raise native.max_running and "
+        "native.num_pages",
+    ),
+    "tool_s": (
+        "tools",
+        True,
+        "speed up the tools or their sandboxes, or run more episodes at once "
+        "(rollout.max_concurrent_rollouts)",
+    ),
+    "reward_s": ("rewards", True, "give the reward function more processes, or a faster one"),
+}
+_IDLE = {
+    "paused_s": ("paused", "generation was paused, as for a weight update between requests"),
+    "offloaded_s": (
+        "lent to training",
+        "give training and generation devices of their own (rollout.scheduling_strategy)",
+    ),
+    "control_s": (
+        "loading weights",
+        "send weights another way (actor.weight_update_mode), or train more prompts per step",
+    ),
+}
+_HELD = (
+    "no episode may start",
+    "training is the bottleneck: generation has reached rollout.max_head_offpolicyness. Fewer "
+    "servers or more training ranks would do, or a larger bound",
+)
+_ELSEWHERE = (
+    "episodes ask for nothing",
+    "episodes are in tools, rewards or their own code, or too few: raise "
+    "rollout.max_concurrent_rollouts, or speed them up",
+)
 _NEGLIGIBLE = 0.02  # share below which a loss is not worth a word
 
 
@@ -64,7 +107,7 @@ class TimeByCause:
     trainer: list[Share]
     servers: list[Share]  # empty if not measured
     rollout: list[Share]  # of prompts, not of processes: seconds of all prompts together
-    verdict: str
+    verdicts: list[str]  # the largest loss of each, and what to change
 
 
 def time_by_cause(run: RunReader, last: int = 50) -> TimeByCause | None:
@@ -76,9 +119,9 @@ def time_by_cause(run: RunReader, last: int = 50) -> TimeByCause | None:
         return None
     trainer = trainer_time(rows)
     servers = server_time([*([before] if before else []), *rows])
-    rollout = _rollout_time(run, rows[0].step, rows[-1].step)
-    verdict = _verdict(trainer, servers)
-    return TimeByCause(rows[0].step, rows[-1].step, trainer, servers, rollout, verdict)
+    rollout = rollout_time(run, rows)
+    verdicts = _verdicts(trainer, servers, rollout)
+    return TimeByCause(rows[0].step, rows[-1].step, trainer, servers, rollout, verdicts)
 
 
 def trainer_time(rows: Sequence[StepRow]) -> list[Share]:
@@ -102,39 +145,104 @@ def trainer_time(rows: Sequence[StepRow]) -> list[Share]:
 
 
 def server_time(rows: Sequence[StepRow]) -> list[Share]:
-    """Between the first and the last row; empty if the servers do not report it, or were replaced
-    in between."""
+    """Between the first and the last row, without the intervals in which a server was replaced,
+    joined or left; empty if the servers do not report it."""
     reported = [row for row in rows if "server/busy_s" in row.stats]
-    if len(reported) < 2:
+    spent: dict[str, float] = {}
+    whole = 0.0
+    for before, after in pairwise(reported):
+        num_servers = after.stats.get("server/servers", 1.0)
+        gains = {name: _gain(before, after, name) for name in _COUNTERS}
+        # A server that was replaced begins at 0 again.
+        if gains["server/busy_s"] < 0 or before.stats.get("server/servers", 1.0) != num_servers:
+            continue
+        whole += (after.time - before.time) * max(1.0, num_servers)
+        gains["rollout/idle_s"] *= num_servers  # all servers wait for the same rollout
+        for name, gain in gains.items():
+            spent[name] = spent.get(name, 0.0) + max(0.0, gain)
+    if whole <= 0:
         return []
-    first, last = reported[0], reported[-1]
-    totals = [row.stats["server/busy_s"] for row in reported]
-    is_counted = totals == sorted(totals)  # a server that was replaced begins at 0 again
-    busy = totals[-1] - totals[0]
-    whole = (last.time - first.time) * max(1.0, last.stats.get("server/servers", 1.0))
-    if not is_counted or whole <= 0:
-        return []
-    idle = max(0.0, whole - busy)
-    advice = "see the trainer's largest loss: a server idles when no episode asks it"
-    return _shares([("generating", busy, False, ""), ("no request", idle, True, advice)])
+    parts = [("generating", min(whole, spent["server/busy_s"]), False, "")]
+    return _shares(parts + _idle_parts(whole - parts[0][1], spent))
 
 
-def _rollout_time(run: RunReader, first: int, last: int) -> list[Share]:
+_COUNTERS = (
+    "server/busy_s",
+    "server/no_request_s",
+    *(f"server/{name}" for name in _IDLE),
+    "rollout/idle_s",
+)
+
+
+def _gain(before: StepRow, after: StepRow, name: str) -> float:
+    return after.stats.get(name, 0.0) - before.stats.get(name, 0.0)
+
+
+def _idle_parts(idle: float, spent: Mapping[str, float]) -> list[tuple[str, float, bool, str]]:
+    """`idle` seconds by cause. Measured times may be longer by what a step's end has cut off."""
+    measured = {name: spent[f"server/{name}"] for name in (*_IDLE, "no_request_s")}
+    known = sum(measured.values())
+    if known <= 0:  # of a server that does not say why
+        return [("not generating", idle, True, _ELSEWHERE[1])]
+    scale = min(1.0, idle / known)
+    parts = [
+        (cause, measured[name] * scale, True, advice)
+        for name, (cause, advice) in _IDLE.items()
+        if measured[name] > 0
+    ]
+    no_request = measured["no_request_s"] * scale
+    held = min(no_request, spent["rollout/idle_s"])
+    parts += [(_HELD[0], held, True, _HELD[1])]
+    parts += [(_ELSEWHERE[0], no_request - held, True, _ELSEWHERE[1])]
+    return [*parts, ("other", max(0.0, idle - known * scale), True, "")]
+
+
+def rollout_time(run: RunReader, rows: Sequence[StepRow]) -> list[Share]:
     # "+" keeps SQLite from the index of states: nearly all prompts are trained.
-    (running, waiting) = run.query(
-        """SELECT total(finished_at - issued_at), total(closed_at - finished_at)
+    running, waiting, num_prompts = run.query(
+        """SELECT total(finished_at - issued_at), total(closed_at - finished_at), count(*)
            FROM tasks WHERE step BETWEEN ? AND ? AND +state = 'trained'""",
-        (first, last),
+        (rows[0].step, rows[-1].step),
     )[0]
+    running, waiting = max(0.0, running), max(0.0, waiting)  # a clock may be set back
     if running + waiting <= 0:
         return []
     advice = "prompts wait for the trainer: a lower rollout.max_head_offpolicyness trains fresher"
     return _shares(
         [
-            ("generation, tools and reward", running, False, ""),
+            *_episode_parts(rows, running, num_prompts),
             ("finished, waiting for its step", waiting, True, advice),
         ]
     )
+
+
+def _episode_parts(
+    rows: Sequence[StepRow], running: float, num_prompts: int
+) -> list[tuple[str, float, bool, str]]:
+    """`running` seconds of all prompts as their episodes spent theirs on average. A prompt runs
+    until the last of its episodes has ended."""
+    episode, count = _total(rows, "rollout/episode_s")
+    if count == 0:
+        return [("generation, tools and reward", running, False, "")]
+    whole = min(running, episode / count * num_prompts)
+    scale = whole / episode if episode > 0 else 0.0
+    parts = [
+        (cause, _total(rows, f"rollout/{name}")[0] * scale, is_loss, advice)
+        for name, (cause, is_loss, advice) in _EPISODE.items()
+    ]
+    parts = [part for part in parts if part[1] > 0]
+    own = max(0.0, whole - sum(seconds for _, seconds, _, _ in parts))
+    parts.append(("the workflow's own code", own, False, ""))
+    slowest = "lengths differ: lower gconfig.max_new_tokens, or penalise length"
+    return [*parts, ("waiting for the group's slowest sample", running - whole, True, slowest)]
+
+
+def _total(rows: Sequence[StepRow], key: str) -> tuple[float, float]:
+    """Sum and number of the values whose mean the steps have recorded."""
+    pairs = [
+        (row.stats[key], row.stats.get(f"{key}__count", 1.0)) for row in rows if key in row.stats
+    ]
+    return sum(mean * count for mean, count in pairs), sum(count for _, count in pairs)
 
 
 def _shares(parts: list[tuple[str, float, bool, str]]) -> list[Share]:
@@ -146,17 +254,16 @@ def _shares(parts: list[tuple[str, float, bool, str]]) -> list[Share]:
     return sorted(shares, key=lambda one: -one.seconds)
 
 
-def _verdict(trainer: list[Share], servers: list[Share]) -> str:
-    losses = [share for share in trainer if share.is_loss]
-    if not losses or losses[0].share < _NEGLIGIBLE:
-        text = f"No loss above {_NEGLIGIBLE:.0%} of the trainer's time."
-        idle = [share for share in servers if share.is_loss and share.share > 0.5]
-        if idle:
-            text += (
-                f" The servers idle {idle[0].share:.0%} of it: training is the bottleneck; "
-                "fewer servers or more training ranks would do."
-            )
-        return text
-    worst = losses[0]
-    text = f"Largest loss: {worst.cause}, {worst.share:.0%} of the trainer's time."
+def _verdicts(trainer: list[Share], servers: list[Share], rollout: list[Share]) -> list[str]:
+    texts = [_loss_text("of the trainer's time", trainer)]
+    texts += [_loss_text("of the servers' time", servers)] if servers else []
+    texts += [_loss_text("of the prompts' time", rollout)] if rollout else []
+    return texts
+
+
+def _loss_text(whole: str, shares: list[Share]) -> str:
+    worst = next((share for share in shares if share.is_loss), None)  # the largest is first
+    if worst is None or worst.share < _NEGLIGIBLE:
+        return f"No loss above {_NEGLIGIBLE:.0%} {whole}."
+    text = f"Largest loss {whole}: {worst.cause}, {worst.share:.0%}."
     return f"{text} To change it: {worst.advice}." if worst.advice else text

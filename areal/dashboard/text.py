@@ -99,6 +99,30 @@ def _sample_line(sample: Mapping[str, Any]) -> str:
     return f"  {where:>10}  {facts}: {one_line(sample['output'], 120)}"
 
 
+def members_table(members: Mapping[str, Any]) -> str:
+    """Servers and rollout workers with their states; why there are none."""
+    if members["why"]:
+        return safe(members["why"])
+    rows = [("server", "state", "version", "running", "waiting")]
+    rows += [
+        (safe(one["name"]), safe(one["state"]), *(_count(one[key]) for key in rows[0][2:]))
+        for one in members["servers"]
+    ]
+    parts = [table(rows)]
+    if members["workers"]:
+        head = ("worker", "state", "pid", "groups")
+        workers = [
+            (safe(one["name"]), safe(one["state"]), _count(one["pid"]), _count(one["groups"]))
+            for one in members["workers"]
+        ]
+        parts.append(table([head, *workers]))
+    return "\n".join(parts)
+
+
+def _count(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f}"
+
+
 def step_story(run: RunReader, number: int) -> str:
     row = run.step(number)
     if row is None:
@@ -132,7 +156,10 @@ def sample_story(run: RunReader, task_id: int, number: int) -> str:
     lines += [f"  {clock(time)}  {safe(text)}" for time, text in (life_of(task) if task else [])]
     reward = "-" if found["reward"] is None else f"{found['reward']:g}"
     lines.append(f"  reward {reward}, {found['length']} tokens trained on")
-    names = [name for name in ("logprob", "ratio", "advantage", "version") if name in found]
+    shown = ("logprob", "ratio", "advantage", "entropy", "version")
+    names = [name for name in shown if name in found]
+    if found["missing"]:
+        lines.append(f"  {found['missing']}")
     rows = [("token", "text", "trained", *names)]
     for i, text in enumerate(found["tokens"]):
         values = ["-" if found[name][i] is None else f"{found[name][i]:g}" for name in names]
@@ -161,11 +188,16 @@ def picture(run: RunReader, width: int) -> str:
         lines.append(
             "servers  " + "  ".join(f"{key} {value:g}" for key, value in view["servers"].items())
         )
+    if not view["members"]["why"]:
+        lines += members_table(view["members"]).splitlines()
     if view["waits_for"]:
         lines.append(f"waits for {view['waits_for']}")
     spent = time_by_cause(run)
     if spent is not None:
-        lines += [f"trainer  {_bar(spent.trainer, width - 10)}", spent.verdict]
+        parts = {"trainer": spent.trainer, "servers": spent.servers, "rollout": spent.rollout}
+        bars = {name: shares for name, shares in parts.items() if shares}
+        lines += [f"{name}  {_bar(shares, width - 10)}" for name, shares in bars.items()]
+        lines += spent.verdicts
     lines += [
         f"{alarm['level'].upper()} {alarm['kind']}: {safe(alarm['text'])}"
         for alarm in view["alarms"]

@@ -13,6 +13,7 @@ from typing import Any
 
 from areal.dashboard.alarms import find_alarms
 from areal.dashboard.dialogues import DialogueIndex
+from areal.dashboard.members import living_members
 from areal.dashboard.reader import RunReader, StepRow, UnreadableRunError
 from areal.dashboard.samples import (
     SampleFilter,
@@ -22,7 +23,6 @@ from areal.dashboard.samples import (
     read_sample,
 )
 from areal.dashboard.seconds import time_by_cause
-from areal.run.mailbox import read_state
 
 MAX_POINTS = 600  # of one curve
 # Numbers of the newest step on the first view: title, statistic.
@@ -84,11 +84,17 @@ def now(run: RunReader) -> dict[str, Any]:
         "servers": {
             key: _finite(stats[f"server/{key}"]) for key in _SERVERS if f"server/{key}" in stats
         },
-        "workers_replaced": stats.get("rollout/workers_replaced"),
+        "members": _members(run, summary.state),
         "failures": _failures(stats),
         "events": run.events(last=30),
         "alarms": alarms(run),
     }
+
+
+def _members(run: RunReader, state: str) -> dict[str, Any]:
+    if state != "running":
+        return {"servers": [], "workers": [], "why": "no process runs it on this machine"}
+    return living_members(run)
 
 
 def _spark(rows: Sequence[StepRow], key: str) -> list[float | None]:
@@ -146,12 +152,6 @@ def prompt(run: RunReader, task_id: int) -> dict[str, Any] | None:
         return None
     story = [{"time": time, "text": text} for time, text in life_of(task)]
     return _clean({"task": task, "story": story, "samples": read_group(run, task_id)})
-
-
-def servers(run: RunReader) -> dict[str, str]:
-    """State of each server by address. RuntimeError if the run is not alive, or has none."""
-    found = read_state(run.paths.fleet)["servers"]
-    return {str(address): str(state) for address, state in found.items()}
 
 
 def step(run: RunReader, number: int) -> dict[str, Any] | None:

@@ -47,6 +47,14 @@ class GroupBuffer:
         self.rejections: Counter[str] = Counter()
         self.num_stale = 0
         self.progress_at = time.monotonic()  # when a group was last added to `_finished`
+        self._idle_s = 0.0  # without a running group, until the last one started
+        self._idle_since: float | None = time.monotonic()
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds without a running group: the gate admitted none."""
+        since = self._idle_since
+        return self._idle_s + (0.0 if since is None else time.monotonic() - since)
 
     def restore(
         self, version: int, waiting: Sequence[FinishedGroup], *, keep_rejected: bool
@@ -65,11 +73,16 @@ class GroupBuffer:
         return [result.task_id for result in oldest_first[room:]]
 
     def start(self, groups: Sequence[Running]) -> None:
+        if groups and self._idle_since is not None:
+            self._idle_s += time.monotonic() - self._idle_since
+            self._idle_since = None
         self._gate.on_submitted(len(groups))
         self._running.update((group.prompt.task_id, group) for group in groups)
 
     def end(self, outcome: Outcome) -> None:
         del self._running[outcome.task_id]
+        if not self._running:
+            self._idle_since = time.monotonic()
         if outcome.state == "rejected":
             self.rejections[outcome.why] += 1
         if outcome.state == "finished" or (outcome.state == "rejected" and self._keep_rejected):

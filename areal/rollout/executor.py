@@ -297,7 +297,8 @@ class WorkflowExecutor:
         At most max(batch_size, 2 * max_concurrent_rollouts) rows are in flight.
 
         One entry per row: None if the workflow rejected it, or if it failed and the failure ratio
-        stays within its bound (logged). Rewards are not normalized. Ignores pause().
+        stays within its bound (logged). An evaluation scores the episodes of a row that did not
+        fail. Rewards are not normalized. Ignores pause().
         """
         failures = FailureMeter(self._limits.max_failure_ratio)
         results = run_rows(
@@ -308,6 +309,8 @@ class WorkflowExecutor:
             # Twice the concurrency, so that the next row is queued when one ends.
             max_ahead=max(batch_size, 2 * self._gate.max_concurrent_rollouts),
         )
+        if is_eval:
+            failures.check_episodes(ended=len(rows) * group_size)
         for index, trajectory in enumerate(results):
             self._show(index, trajectory, self._version, is_eval)
         return results
@@ -316,6 +319,7 @@ class WorkflowExecutor:
         """Groups by state, and retried episodes by kind of error."""
         with self._changed:
             counts = self._buffer.counts() | self._failures.counts()
+            counts["idle_s"] = self._buffer.idle_s
         if self._workers is not None:
             counts["workers_replaced"] = self._workers.num_replaced
         return counts

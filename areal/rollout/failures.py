@@ -80,6 +80,17 @@ class FailureMeter:
         if self.error is not None:
             raise self.error
 
+    def check_episodes(self, *, ended: int) -> None:
+        """Judge the episodes of an evaluation, which a group may lose and still be scored."""
+        final = self.attempts - self.retries
+        if final.total() > self._max_ratio * ended:
+            kind, count = final.most_common(1)[0]
+            raise RolloutFailedError(
+                f"{final.total()} of {ended} episodes failed, more than "
+                f"rollout.max_failure_ratio={self._max_ratio} allows; most frequent cause: {kind} "
+                f"({count}x)"
+            )
+
     def counts(self) -> dict[str, float]:
         """For the statistics. Works on copies: the loop thread may update the counters."""
         counts: dict[str, float] = {}

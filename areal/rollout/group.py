@@ -11,6 +11,9 @@ the group's own task; the rest is as for episodes that run one by one.
 An episode that raises is retried with the same seeds, up to `limits.max_retries` times; then the
 whole group fails, since training on the surviving episodes would bias towards easy answers. A
 RewardError is final: the reward was retried already, and the same seeds give the same tokens.
+
+In an evaluation an episode that fails for good costs only itself: the others are scored, and the
+group fails if none is left.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from areal.api.engine_api import EngineLostError
 from areal.api.workflow_api import GroupResult, runs_groups
 from areal.api.workflow_context import Episode, episode
+from areal.rollout.episode_time import record_time
 from areal.rollout.trajectory import (
     as_tensors,
     check_trajectory_format,
@@ -74,10 +78,11 @@ class GroupRunner:
             raise ValueError(f"gconfig.n_samples must be at least 1, got {self.group_size}")
 
     async def run(self, task_id: int, data: dict[str, Any]) -> dict[str, torch.Tensor] | None:
+        lost: dict[int, Exception] = {}  # only of an evaluation
         if not runs_groups(type(self.workflow)):
-            results = await self._samples(task_id, data, range(self.group_size))
-            return self._assemble(list(results.values()))
-        result = await self._at_once(task_id, data)
+            results = await self._samples(task_id, data, range(self.group_size), lost)
+            return self._assemble(list(results.values()), lost)
+        result = await self._at_once(task_id, data, lost)
         if result.trajectory is not None and not result.failures and not self.reward_normalization:
             group = number_rows(result.trajectory, self.group_size)
             check_trajectory_format(group)
@@ -85,9 +90,11 @@ class GroupRunner:
         num_rows = self.group_size - len(result.failures)
         made = result.trajectory
         rows = iter([None] * num_rows if made is None else split_rows(made, num_rows))
-        retried = await self._samples(task_id, data, result.failures, first_attempt=1)
+        again = [sample for sample in result.failures if sample not in lost]
+        retried = await self._samples(task_id, data, again, lost, first_attempt=1)
+        retried |= dict.fromkeys(lost)
         return self._assemble(
-            [retried[i] if i in retried else next(rows) for i in range(self.group_size)]
+            [retried[i] if i in retried else next(rows) for i in range(self.group_size)], lost
         )
 
     async def run_sample(
@@ -97,30 +104,41 @@ class GroupRunner:
         ends, and one that fails costs only itself. Raises the error of the last attempt."""
         return await self._sample(task_id, sample, data, first_attempt=0)
 
-    async def _at_once(self, task_id: int, data: dict[str, Any]) -> GroupResult:
+    async def _at_once(
+        self, task_id: int, data: dict[str, Any], lost: dict[int, Exception]
+    ) -> GroupResult:
         """The first attempt of all episodes, in one call of the workflow."""
         try:
             with (
-                self._episode(task_id, 0, is_group=True),
+                self._episode(task_id, 0, is_group=True) as current,
                 waiting(f"workflow {type(self.workflow).__name__}"),
             ):
                 result = await self.workflow.arun_group(
                     self.engine, copy_row(data), self.group_size
                 )
+            record_time(current)
         except EngineLostError:
             raise
         except Exception as error:
             result = GroupResult(None, dict.fromkeys(range(self.group_size), error))
         finally:
             progress()
-        for error in result.failures.values():
-            self._on_failure(error, attempt=0)
+        for sample, error in result.failures.items():
+            try:
+                self._on_failure(error, attempt=0)
+            except Exception as final:
+                self._lose(sample, final, lost)
         return result
 
     async def _samples(
-        self, task_id: int, data: dict[str, Any], which: Iterable[int], first_attempt: int = 0
+        self,
+        task_id: int,
+        data: dict[str, Any],
+        which: Iterable[int],
+        lost: dict[int, Exception],
+        first_attempt: int = 0,
     ) -> dict[int, Any]:
-        """The results of these episodes, each in a task of its own."""
+        """The results of these episodes, each in a task of its own; None for lost ones."""
         samples = {
             i: asyncio.create_task(
                 self._sample(task_id, i, data, first_attempt), name=f"task-{task_id}/{i}"
@@ -128,15 +146,32 @@ class GroupRunner:
             for i in which
         }
         try:
-            return dict(zip(samples, await asyncio.gather(*samples.values()), strict=True))
+            ended = await asyncio.gather(*samples.values(), return_exceptions=self.is_eval)
+            results = dict(zip(samples, ended, strict=True))
+            for sample, result in results.items():
+                if isinstance(result, BaseException):
+                    self._lose(sample, result, lost)
+            return results | dict.fromkeys(lost)
         except BaseException:
             for sample in samples.values():
                 sample.cancel()
             await asyncio.gather(*samples.values(), return_exceptions=True)
             raise
 
-    def _assemble(self, results: Sequence[Any]) -> dict[str, torch.Tensor] | None:
+    def _lose(self, sample: int, error: BaseException, lost: dict[int, Exception]) -> None:
+        """An evaluation goes on without the episode; anything else ends with its error."""
+        if not self.is_eval or isinstance(error, EngineLostError):
+            raise error
+        if not isinstance(error, Exception):
+            raise error  # cancelled
+        lost[sample] = error
+
+    def _assemble(
+        self, results: Sequence[Any], lost: dict[int, Exception]
+    ) -> dict[str, torch.Tensor] | None:
         members = number_episodes(results)
+        if not members and lost:
+            raise next(iter(lost.values()))
         incomplete = len(members) < self.group_size
         if not members or (incomplete and self.drop_incomplete_group):
             return None
@@ -156,10 +191,11 @@ class GroupRunner:
                 await asyncio.sleep(min(delay_s, MAX_RETRY_DELAY_S))
             try:
                 with (
-                    self._episode(task_id, index),
+                    self._episode(task_id, index) as current,
                     waiting(f"workflow {type(self.workflow).__name__}"),
                 ):
                     result = await self.workflow.arun_episode(self.engine, copy_row(data))
+                record_time(current)
                 return as_tensors(result)
             except EngineLostError:
                 raise

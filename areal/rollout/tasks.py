@@ -299,6 +299,6 @@ def _judge(failures: FailureMeter, num_rows: int) -> None:
         failures.check(ended=num_rows)
     if num_failed := failures.groups.total():
         logger.warning(
-            "%d of %d rows failed and are left out: %s",
+            "%d of %d rows failed and have no result: %s",
             num_failed, num_rows, dict(failures.groups),
         )  # fmt: skip

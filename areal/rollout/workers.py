@@ -100,6 +100,7 @@ class RolloutWorkers:
         self._setup_timeout_s = setup_timeout_s
         self.num_replaced = 0
         self._alive: list[_Worker] = []
+        self._names: list[str] = []  # of all, also while one is replaced
         self._someone = asyncio.Event()  # set while `_alive` is not empty
         self._streams: dict[bytes, int] = {}  # pickled (main module, spec) -> stream id
         self._closing = False
@@ -108,14 +109,25 @@ class RolloutWorkers:
     def pids(self) -> list[int]:
         return [worker.pid for worker in self._alive]
 
+    def states(self) -> list[dict[str, Any]]:
+        """Of each worker its name, `running` or `restarting`, pid and groups in flight; any
+        thread."""
+        alive = {worker.name: worker for worker in list(self._alive)}
+        return [
+            {"name": name, "state": "restarting", "pid": None, "groups": 0}
+            if (worker := alive.get(name)) is None
+            else {"name": name, "state": "running", "pid": worker.pid, "groups": worker.num_groups}
+            for name in self._names
+        ]
+
     def start(self) -> None:
         """Blocks until all workers are ready; RuntimeError with the last output if one fails."""
         self._scheduler.create_workers(self._job)
+        workers = self._scheduler.get_workers(self._job.role, self._setup_timeout_s)
+        self._names = [f"rollout worker {index}" for index in range(len(workers))]
         started = [
-            self._runner.run(self._bring_up(f"rollout worker {index}", self._hosted(worker)))
-            for index, worker in enumerate(
-                self._scheduler.get_workers(self._job.role, self._setup_timeout_s)
-            )
+            self._runner.run(self._bring_up(name, self._hosted(worker)))
+            for name, worker in zip(self._names, workers, strict=True)
         ]
         for future in started:
             future.result(self._setup_timeout_s + 60)

@@ -190,8 +190,11 @@ def build_filter(
     return load_named(chosen, DYNAMIC_FILTERS, key="dynamic_filter_fn")
 
 
-def mean_reward(groups: Sequence[Trajectory | None]) -> float:
-    """Mean over all episodes; a rejected group has none."""
+def describe_evaluation(
+    groups: Sequence[Trajectory | None], *, num_samples: int
+) -> dict[str, float]:
+    """Mean reward over all `num_samples` samples, as `areal eval` takes it: one that failed or was
+    rejected counts as 0 and is named by its number."""
     rewards = [
         reward
         for group in groups
@@ -200,7 +203,14 @@ def mean_reward(groups: Sequence[Trajectory | None]) -> float:
     ]
     if not rewards:
         raise RuntimeError("evaluation produced no sample: the workflow rejected every row")
-    return sum(rewards) / len(rewards)
+    unscored = num_samples - len(rewards)
+    if unscored:
+        logger.warning(
+            "%d of %d samples of the evaluation failed or were rejected, and count as 0",
+            unscored,
+            num_samples,
+        )
+    return {"eval/reward": sum(rewards) / num_samples, "eval/unscored": unscored}
 
 
 class RewardSpread:

@@ -23,6 +23,7 @@ from areal.utils import logging
 
 if TYPE_CHECKING:
     from areal.api.config.experiment import PPOConfig
+    from areal.rollout.workers import RolloutWorkers
     from areal.run.run import Run
 
 logger = logging.getLogger("Fleet")
@@ -32,23 +33,33 @@ _ADDRESS = re.compile(r"[A-Za-z0-9._-]{1,253}:[0-9]{1,5}")
 
 
 def listen_for_servers(
-    config: PPOConfig, run: Run, engine: InferenceEngine, stack: ExitStack
+    config: PPOConfig,
+    run: Run,
+    engine: InferenceEngine,
+    workers: RolloutWorkers | None,
+    stack: ExitStack,
 ) -> None:
-    """No-op where no server can join: generation in this process, or in turns with training."""
+    """No-op where no server can join: generation in this process, or in turns with training.
+
+    The mailbox also tells the dashboard the state of the servers and of the rollout workers.
+    """
     time_shared = config.rollout.scheduling_strategy.target is not None
     if not isinstance(engine, RemoteEngine) or time_shared:
         return
-    fleet = _Fleet(config, run, engine)
+    fleet = _Fleet(config, run, engine, workers)
     mailbox = MailboxServer(run.paths.fleet, fleet.handle, fleet.describe)
     stack.callback(mailbox.close)
     mailbox.start()
 
 
 class _Fleet:
-    def __init__(self, config: PPOConfig, run: Run, engine: RemoteEngine) -> None:
+    def __init__(
+        self, config: PPOConfig, run: Run, engine: RemoteEngine, workers: RolloutWorkers | None
+    ) -> None:
         self._config = config
         self._run = run
         self._engine = engine
+        self._workers = workers
         self._left: set[str] = set()  # by request: whoever serves there has no reason to go on
 
     def describe(self) -> dict[str, Any]:
@@ -56,7 +67,12 @@ class _Fleet:
         engine = self._config.rollout.engine
         options = native_options(self._config) if engine == "native" else {}
         model = self._config.actor.path
-        members = {"servers": self._engine.member_states(), "left": sorted(self._left)}
+        members = {
+            "servers": self._engine.member_states(),
+            "loads": self._engine.member_loads(),
+            "workers": [] if self._workers is None else self._workers.states(),
+            "left": sorted(self._left),
+        }
         return {"engine": engine, "model": model, "options": options, **members}
 
     def handle(self, op: str, fields: dict[str, Any]) -> dict[str, Any]:

@@ -41,7 +41,7 @@ from areal.trainer.episodes import (
     build_filter,
     build_workflow,
     describe_batch,
-    mean_reward,
+    describe_evaluation,
     refuse_images,
 )
 from areal.trainer.fleet import listen_for_servers
@@ -127,7 +127,7 @@ class PPOTrainer(Trainer):
         )
         first = self._start(episodes, build_filter(self.config, dynamic_filter_fn))
         if first == 0 and self.run.evaluates_before:
-            self.run.stats_logger.commit(-1, {"eval/reward": self.evaluate(evaluation)})
+            self.run.stats_logger.commit(-1, self.evaluate(evaluation))
 
         for step in self.run.steps(first):
             batch = self._next_batch()
@@ -138,24 +138,24 @@ class PPOTrainer(Trainer):
             self.probe.look(batch.trajectories, version=step.global_step + 1)
             if self.run.evaluation_due(step):
                 with phase("evaluate", "sync"):
-                    stats["eval/reward"] = self.evaluate(evaluation)
+                    stats |= self.evaluate(evaluation)
             self.device.to_training()  # after an evaluation; saving needs the models on the device
             recorded = self.run.finish_step(step, self.tokenizer, stats)
             if on_step is not None:
                 on_step(step.global_step + 1, self.run.total_steps, recorded)
         self.run.finish(self.tokenizer)
 
-    def evaluate(self, workflow: RolloutWorkflow | WorkflowRecipe) -> float:
-        """Mean reward on the validation set; training episodes continue meanwhile."""
+    def evaluate(self, workflow: RolloutWorkflow | WorkflowRecipe) -> dict[str, float]:
+        """Statistics on the validation set; training episodes continue meanwhile."""
         self.device.to_generation()
-        section = self.config.valid_dataset
+        section, group_size = self.config.valid_dataset, self.config.eval_gconfig.n_samples
         groups = self.rollout.rollout_batch(
             self.valid_dataset,
             workflow,
-            group_size=self.config.eval_gconfig.n_samples,
+            group_size=group_size,
             batch_size=1 if section is None else section.batch_size,
         )
-        return mean_reward(groups)
+        return describe_evaluation(groups, num_samples=len(groups) * group_size)
 
     def _share_cores(self) -> None:
         """Reserve cores for the servers if they run concurrently with training."""
@@ -282,7 +282,7 @@ class PPOTrainer(Trainer):
             dynamic_bs=self.config.dynamic_bs,
             resume=resume,
         )
-        listen_for_servers(self.config, self.run, self.inference, self._closing)
+        listen_for_servers(self.config, self.run, self.inference, self.workers, self._closing)
         return first
 
     def publish_weights(self, version: int) -> None:

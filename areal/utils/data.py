@@ -168,10 +168,10 @@ def pack(batch: Mapping[str, Any], rows: Sequence[int] | None = None) -> dict[st
 
 
 def unpack(values_T: torch.Tensor, cu_seqlens: torch.Tensor, width: int) -> torch.Tensor:
-    """Packed values `[T]` back as `[B, width]`, zero on padding."""
+    """Packed values `[T, ...]` back as `[B, width, ...]`, zero on padding."""
     seqlens = cu_seqlens.diff()
     mask = torch.arange(width, device=values_T.device) < seqlens[:, None]
-    out = values_T.new_zeros(mask.shape)
+    out = values_T.new_zeros((*mask.shape, *values_T.shape[1:]))
     out[mask] = values_T
     return out
 

@@ -130,8 +130,14 @@ class StatsTracker:
     def scalar(self, **values: float) -> None:
         """Plain numbers; exported as their mean, and their number as `key__count`."""
         with self._lock:
+            scope = self._key("")
             for name, value in values.items():
-                self._add(self._key(name), Partial(ReduceType.SCALAR, float(value), 1.0))
+                known = self._partials.get(scope + name)
+                if known is not None and known.reduce_type is ReduceType.SCALAR:
+                    known.total += float(value)  # in place: several of every episode
+                    known.count += 1.0
+                else:
+                    self._add(scope + name, Partial(ReduceType.SCALAR, float(value), 1.0))
 
     @contextmanager
     def record_timing(self, name: str) -> Iterator[None]:

@@ -46,7 +46,7 @@ def test_stories_in_text(run, capsys):
     printed = capsys.readouterr().out
     assert "rollout/reward" in printed and "4/1" in printed
     assert main(["show", str(run), "--sample", "4/1"]) == 0
-    assert re.search(r"\byes +-2 +4\.48\d+ +1 +2\n", capsys.readouterr().out)
+    assert re.search(r"\byes +-2 +4\.48\d+ +1 +0\.5 +2\n", capsys.readouterr().out)
     assert main(["show", str(run), "--sample", "4/1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["reward"] == 0.0
 

@@ -108,16 +108,72 @@ def test_where_the_second_went(tmp_path):
     assert found is not None
     shares = {share.cause: share.share for share in found.trainer}
     assert shares == pytest.approx({"training": 0.5, "waiting for episodes": 0.3, "other": 0.2})
-    assert "waiting for episodes, 30%" in found.verdict and "servers" in found.verdict
+    assert "waiting for episodes, 30%" in found.verdicts[0] and "servers" in found.verdicts[0]
+    assert len(found.verdicts) == 3
     assert sum(share.share for share in found.rollout) == pytest.approx(1)
 
 
-def test_the_servers_time():
-    rows = [
-        StepRow(i, 10.0 * i, {"server/busy_s": 4.0 * i, "server/servers": 2.0}) for i in range(3)
-    ]
+def server_row(step: int, **counters: float) -> StepRow:
+    stats = {f"server/{name}_s": seconds for name, seconds in counters.items()}
+    return StepRow(step, 10.0 * step, {**stats, "server/servers": 2.0})
+
+
+def test_the_servers_time_by_cause():
+    """Two servers, 10 s a step: 20 s of servers, of which the rollout had no episode for 2 * 3."""
+    rows = []
+    for i in range(4):
+        row = server_row(i, busy=4.0 * i, no_request=9.0 * i, control=3.0 * i, paused=2.0 * i)
+        row.stats["rollout/idle_s"] = 3.0 * i
+        rows.append(row)
     shares = {share.cause: share.share for share in server_time(rows)}
-    assert shares == pytest.approx({"generating": 0.2, "no request": 0.8})
+    assert shares == pytest.approx(
+        {
+            "generating": 4 / 20,
+            "no episode may start": 6 / 20,
+            "episodes ask for nothing": 3 / 20,
+            "loading weights": 3 / 20,
+            "paused": 2 / 20,
+            "other": 2 / 20,
+        }
+    )
     assert server_time(rows[:1]) == []
-    replaced = StepRow(3, 30.0, {"server/busy_s": 1.0, "server/servers": 2.0})
-    assert server_time([*rows, replaced]) == []
+
+
+def test_the_time_of_a_replaced_server_is_left_out():
+    rows = [server_row(i, busy=4.0 * i) for i in range(3)]
+    shares = {share.cause: share.share for share in server_time(rows)}
+    assert shares == pytest.approx({"generating": 0.2, "not generating": 0.8})
+    replaced = [server_row(3, busy=1.0), server_row(4, busy=5.0)]  # it counts from 0 again
+    again = server_time([*rows, *replaced])
+    assert sum(share.seconds for share in again) == pytest.approx(3 * 20)
+    assert {share.cause: share.share for share in again} == pytest.approx(shares)
+
+
+def test_the_rollouts_time_by_cause(tmp_path):
+    """As episodes spent theirs; a prompt runs until its slowest sample has ended."""
+    spent = {"episode": 4.0, "generation": 2.0, "first_token": 0.5, "tool": 1.0, "reward": 0.25}
+    stats = {f"rollout/{name}_s": seconds for name, seconds in spent.items()}
+    counts = {f"{name}__count": 4.0 for name in stats}
+    run = WrittenRun(tmp_path, steps=3, **stats, **counts)
+    with run.database.transaction() as connection:
+        connection.execute(
+            "UPDATE tasks SET issued_at = 100, finished_at = 105, closed_at = 115 "
+            "WHERE state = 'trained'"
+        )
+    run.close()
+    with RunReader(tmp_path) as reader:
+        found = time_by_cause(reader)
+    assert found is not None
+    shares = {share.cause: share.share * 15 for share in found.rollout}
+    assert shares == pytest.approx(
+        {
+            "finished, waiting for its step": 10,
+            "generating tokens": 2,
+            "tools": 1,
+            "waiting for the group's slowest sample": 1,
+            "waiting for the first token": 0.5,
+            "rewards": 0.25,
+            "the workflow's own code": 0.25,
+        }
+    )
+    assert "finished, waiting for its step, 67%" in found.verdicts[2]

@@ -101,9 +101,14 @@ def test_the_link_leaves_no_token_in_the_address(page, dash):
 
 def test_where_the_second_went_adds_up(page, dash):
     visit(page, dash, "seconds")
-    shares = page.locator("table.shares").first.locator("td.number:nth-child(2)").all_inner_texts()
-    assert 98 <= sum(float(text.removesuffix(" %")) for text in shares) <= 102
-    assert "Largest loss: waiting for episodes" in page.inner_text("#verdict")
+    tables = page.locator("table.shares")
+    assert tables.count() == 3  # trainer, servers, rollout
+    for i in range(3):
+        shares = tables.nth(i).locator("td.number:nth-child(2)").all_inner_texts()
+        assert 98 <= sum(float(text.removesuffix(" %")) for text in shares) <= 102
+    verdict = page.inner_text("#verdict")
+    assert "Largest loss of the trainer's time: waiting for episodes, 30%" in verdict
+    assert "of the servers' time" in verdict and "of the prompts' time" in verdict
 
 
 def test_samples_are_filtered_and_opened_by_keyboard(page, dash):
@@ -144,8 +149,16 @@ def test_tokens_are_coloured_and_told_apart(page, dash):
     page.keyboard.press("c")
     assert page.locator("button[aria-pressed=true]").inner_text() == "ratio"
     assert tints() != by_logprob
+    page.click("button[data-colour=entropy]")
+    by_entropy = tints()
+    assert all(by_entropy) and by_entropy[0] != by_entropy[1] and by_entropy != by_logprob
     spans.nth(2).hover()
     assert "logprob -2" in page.inner_text("#detail")
+    assert "entropy 0.50" in page.inner_text("#detail")
+    assert page.locator("#missing").count() == 0
+    visit(page, dash, "sample", run=1, task=0, sample=1)
+    assert page.locator("button[data-colour=entropy]").count() == 0
+    assert "Entropy was not computed" in page.inner_text("#missing")
 
 
 def test_curves_of_two_runs_and_their_configs(page, dash):

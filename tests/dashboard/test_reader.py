@@ -116,6 +116,10 @@ def test_tokens_of_a_trained_sample(finished):
         assert sample["advantage"] == [0, 0, 1, 2, 3]
         assert sample["ratio"][2] == pytest.approx(math.exp(-0.5 + 2.0), abs=1e-5)
         assert (sample["reward"], sample["step"], sample["length"]) == (0.0, 2, 2)
+        assert sample["entropy"] == [0, 0, 0.5, 1, 1.5] and sample["missing"] == ""
+        first = read_sample(run, task_id=0, sample=1)
+        assert first is not None and "entropy" not in first
+        assert "actor.recompute_logprob" in first["missing"]
         assert read_sample(run, task_id=4, sample=2) is None
         assert read_sample(run, task_id=99, sample=0) is None
 

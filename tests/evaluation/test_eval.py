@@ -87,6 +87,27 @@ def test_a_run_has_the_score_that_its_own_evaluator_logged(run, tmp_path):
     assert all(one["version"] == 0 and one["samples"] == 48 for one in found)
 
 
+def test_failed_samples_count_alike_in_training(tmp_path):
+    """A sample that fails is in both denominators, and costs the others of its row nothing."""
+    config = grpo_config(
+        tmp_path,
+        "total_train_steps=1",
+        "actor.weight_update_mode=direct",
+        "rollout.max_head_offpolicyness=0",
+        "rollout.max_failure_ratio=1",
+        "reward_fn=sample_rewards.fails_on_some_answers",
+        "evaluator.freq_steps=1",
+        "eval_gconfig={n_samples: 3, max_new_tokens: 6}",
+    )
+    run_experiment(config)
+    run = RunPaths.of(config).root
+    ((logged,),) = query(run, "SELECT stats FROM steps WHERE step = 0")
+    stats = json.loads(logged)
+    (one,) = evaluate(tmp_path, run)["evaluations"]
+    assert 0 < one["counts"]["failed"] == stats["eval/unscored"] < one["samples"]
+    assert one["metrics"]["avg@3"]["value"] == stats["eval/reward"] > 0
+
+
 def test_a_curve_over_checkpoints(run, tmp_path, capsys):
     evaluate(tmp_path, run.root, "--checkpoints", "--limit", 2)
     out = capsys.readouterr().out

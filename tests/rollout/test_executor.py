@@ -284,6 +284,10 @@ def test_evaluation_fails_with_its_cause(tmp_path):
         broken = FakeWorkflow(act=lambda i, *_: (0.0, ValueError("bad row") if i == 1 else "ok"))
         with pytest.raises(RolloutFailedError, match="1 of the last 3.*ValueError: bad row"):
             world.executor.rollout_batch([{"i": 0}] * 3, broken)
+        # One sample of each row: every row has a result, and too many samples have none.
+        part = FakeWorkflow(act=lambda i, sample, *_: (0.0, OSError("no") if sample else "ok"))
+        with pytest.raises(RolloutFailedError, match="3 of 6 episodes failed.*OSError"):
+            world.executor.rollout_batch([{"i": 0}] * 3, part, group_size=2)
         hung = FakeWorkflow(act=lambda *_: (3600.0, "ok"))
         with pytest.raises(RuntimeError, match="0 of 1 rows are done"):
             world.executor.rollout_batch([{"i": 0}], hung)

@@ -20,14 +20,20 @@ from areal.utils.data import concat_padded_tensors
 
 
 def group_runner(
-    workflow, group_size, *, max_retries=1, on_attempt_failed=lambda error, retried: None, **options
+    workflow,
+    group_size,
+    *,
+    max_retries=1,
+    on_attempt_failed=lambda error, retried: None,
+    is_eval=False,
+    **options,
 ):
     return GroupRunner(
         engine=FakeEngine(),
         workflow=workflow,
         group_size=group_size,
         run_seed=0,
-        is_eval=False,
+        is_eval=is_eval,
         limits=FailureLimits(max_retries=max_retries, retry_delay_s=0.0),
         on_attempt_failed=on_attempt_failed,
         **options,
@@ -237,6 +243,31 @@ async def test_retries_of_a_group_end_as_those_of_episodes():
         with pytest.raises(type(error)):
             await group_runner(workflow, 3, max_retries=2).run(0, {})
         assert workflow.episodes == []
+
+
+@pytest.mark.parametrize("error", [OSError("connection reset"), RewardError("no")])
+async def test_an_evaluation_loses_only_the_episode_that_fails(error):
+    by_episode = FakeWorkflow(act=lambda _, sample, *rest: (0.0, error if sample == 1 else "ok"))
+    for workflow in (AtOnce(num_failures=9, error=error), by_episode):
+        failed = []
+        runner = group_runner(
+            workflow,
+            3,
+            is_eval=True,
+            on_attempt_failed=lambda *failure, failed=failed: failed.append(failure),
+        )
+        group = await runner.run(0, {"i": 5})
+        assert len(group["rewards"]) == 2 and group["episode_ids"].tolist() == [0, 2]
+        assert sum(not retried for _, retried in failed) == 1
+    broken = FakeWorkflow(act=lambda *_: (0.0, error))
+    with pytest.raises(type(error)):  # none is left
+        await group_runner(broken, 3, is_eval=True).run(0, {"i": 5})
+    for workflow in (
+        AtOnce(num_failures=9, error=EngineLostError("gone")),
+        FakeWorkflow(act=lambda *_: (0.0, EngineLostError("gone"))),
+    ):
+        with pytest.raises(EngineLostError):
+            await group_runner(workflow, 3, is_eval=True).run(0, {"i": 5})
 
 
 async def test_an_exception_of_a_group_fails_each_sample_once():

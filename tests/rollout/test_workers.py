@@ -117,6 +117,10 @@ def test_a_killed_worker_is_replaced_and_its_groups_run_elsewhere(tmp_path):
         ex.start(world.source, WorkflowRecipe(ECHO, {"delay_s": 0.1}), group_size=2)
         trained = train(ex, 12, kills={2: pool.pids[0]})
         wait_for_two(pool, replaced=1)
+        states = pool.states()
+        assert [one["name"] for one in states] == ["rollout worker 0", "rollout worker 1"]
+        assert {one["state"] for one in states} == {"running"}
+        assert sorted(one["pid"] for one in states) == sorted(pool.pids)
         stats = ex.stats()
         assert stats["workers_replaced"] == 1
         assert stats["failed"] == 0 and stats["retried/WorkerLostError"] >= 1

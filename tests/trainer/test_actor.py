@@ -142,6 +142,11 @@ def test_which_policy_plays_which_part(folder, options: dict, keys: dict[str, st
     else:
         assert torch.equal(data["prox_logp"], values[keys["prox"]])
     assert torch.equal(data["logprobs"], values[keys["behave"]])
+    # Each token's entropy is known where a pass has computed log-probabilities, and nowhere else.
+    assert ("entropy" in data) == ("computed" in keys.values())
+    if "entropy" in data:
+        assert data["entropy"].shape == data["logprobs"].shape
+        assert (data["entropy"][data["loss_mask"]] > 0).all()
 
 
 def test_the_decoupled_loss_weighs_tokens_also_without_a_rejection_section(folder):

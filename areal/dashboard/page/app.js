@@ -145,6 +145,10 @@ async function draw(quietly) {
   const number = ++state.drawn;
   clearTimeout(state.timer);
   const { view, params } = place();
+  const drawView = () => (DRAW[view] || drawNow)("run/" + currentRun() + "/", params);
+  // The list of runs and the view at once, but for the first time, when no run is known.
+  const early = state.runs.length ? drawView() : null;
+  if (early) early.catch(() => {}); // awaited below, unless the run itself is at fault
   let content;
   let isLive = false;
   try {
@@ -152,7 +156,7 @@ async function draw(quietly) {
     isLive = Boolean(run) && run.state === "running" && !EMBEDDED;
     if (run && run.fault && !["evals", "results"].includes(view)) throw new Error(run.fault);
     if (!run && !["evals", "results"].includes(view)) return go("evals", {});
-    content = await (DRAW[view] || drawNow)("run/" + currentRun() + "/", params);
+    content = await (early || drawView());
   } catch (error) {
     content = [h("p", { class: "error", role: "alert" }, error.message)];
   }
@@ -187,8 +191,9 @@ async function drawNow(run) {
     h("h2", {}, "Prompts"),
     h("div", { class: "facts" }, Object.entries(view.prompts).map(([name, count]) =>
       h("a", { href: link("prompts", { state: name }) }, name + " " + count.toLocaleString()))),
+    drawMembers(view.members),
     Object.keys(view.servers).length > 0 && [
-      h("h2", {}, "Servers"),
+      h("h2", {}, "All servers, in the newest step"),
       h("div", { class: "facts" }, Object.entries(view.servers).map(([name, value]) => h("span", {}, name.replaceAll("_", " ") + " ", h("b", {}, short(value))))),
     ],
     view.failures.length > 0 && [
@@ -197,6 +202,18 @@ async function drawNow(run) {
     ],
     h("h2", {}, "Events"),
     simpleTable(["time", "kind", ""], view.events.slice().reverse().map((one) => [clock(one.time), one.kind, one.text])),
+  ];
+}
+
+function drawMembers(members) {
+  const chip = (one) => h("span", { class: "chip " + (["serving", "running"].includes(one.state) ? "good" : "bad") }, one.state);
+  return [
+    h("h2", {}, "Servers and workers"),
+    members.why && h("p", { class: "dim" }, "Not known: " + members.why + "."),
+    members.servers.length > 0 && simpleTable(["server", "state", "version", "running", "waiting"],
+      members.servers.map((one) => [one.name, chip(one), short(one.version), short(one.running), short(one.waiting)])),
+    members.workers.length > 0 && simpleTable(["rollout worker", "state", "process", "groups"],
+      members.workers.map((one) => [one.name, chip(one), one.pid === null ? "–" : String(one.pid), short(one.groups)])),
   ];
 }
 
@@ -229,7 +246,7 @@ async function drawSeconds(run, params) {
     ["10", "50", "200", "1000"].map((one) => h("option", { value: one, selected: one === last }, "last " + one + " steps")));
   return [
     h("div", { class: "bar" }, h("b", {}, "Steps " + found.first_step + " to " + found.last_step), !EMBEDDED && choice),
-    h("p", { id: "verdict" }, found.verdict),
+    h("div", { id: "verdict" }, found.verdicts.map((one) => h("p", {}, one))),
     drawShares("Trainer", "time of the controller's loop", found.trainer),
     found.servers.length ? drawShares("Servers", "seconds of all inference servers", found.servers)
       : [h("h2", {}, "Servers"), h("p", { class: "dim" }, "Not measured: only native servers report when they compute, and not across a replacement.")],
@@ -297,7 +314,7 @@ function rewardChip(reward) {
 
 // One sample: tokens and dialogue
 
-const COLOURS = ["logprob", "ratio", "advantage", "version", "mask"];
+const COLOURS = ["logprob", "ratio", "advantage", "entropy", "version", "mask"];
 
 async function drawSample(run, params) {
   const found = await get(run + "sample/" + params.task + "/" + params.sample);
@@ -326,6 +343,7 @@ async function drawSample(run, params) {
       found.step !== null && found.step !== undefined && h("span", {}, "step " + found.step)),
     found.tokens.length > 0 && [
       h("div", { class: "bar" }, h("span", { class: "dim" }, "colour"), buttons, legend),
+      found.missing && h("p", { class: "dim", id: "missing" }, found.missing[0].toUpperCase() + found.missing.slice(1) + "."),
       detail, strip,
       h("p", { class: "dim" }, "Grey: the prompt. Dotted: read by the model, not written by it (tools, users).")],
     found.turns.length > 0 && [h("h2", {}, "Dialogue"), drawTree(found.turns, null)],
@@ -336,6 +354,7 @@ const LEGENDS = {
   logprob: "the stronger, the less probable when it was sampled (full at −5)",
   ratio: "training policy / sampling policy: blue below 1, red above (full at ½ and 2)",
   advantage: "blue: made more likely, red: less",
+  entropy: "the stronger, the less certain the training policy was there (full at 3 nats)",
   version: "the stronger, the older the weights that sampled it",
   mask: "green: trained on",
 };
@@ -361,12 +380,13 @@ function tint(name, found, i, scale, newest, oldest) {
   if (name === "logprob") return shade("hot", -value / 5);
   if (name === "ratio") return shade(value < 1 ? "pos" : "neg", Math.abs(Math.log(Math.max(value, 1e-9))) / Math.LN2);
   if (name === "advantage") return shade(value > 0 ? "pos" : "neg", Math.abs(value) / scale);
+  if (name === "entropy") return shade("age", value / 3);
   if (name === "version") return shade("age", 0.15 + (0.85 * (newest - value)) / Math.max(1, newest - oldest));
   return shade("yes", value ? 0.4 : 0);
 }
 
 function describe(found, i) {
-  const values = ["logprob", "prox_logp", "ref_logp", "ratio", "advantage", "version"].filter((name) => found[name] && found.mask[i]).map((name) => name + " " + short(found[name][i]));
+  const values = ["logprob", "prox_logp", "ref_logp", "ratio", "advantage", "entropy", "version"].filter((name) => found[name] && found.mask[i]).map((name) => name + " " + short(found[name][i]));
   return ["token " + i, "id " + found.ids[i], ...values, JSON.stringify(found.tokens[i])].join("  ·  ");
 }
 

@@ -126,7 +126,7 @@ class NativeEngine:
         self._runner: Runner | None = self._make_runner()  # None: its cache is offloaded
         self.device = weight.device
         self._sights = SightCache(weight.device)
-        self._offloaded: frozenset[str] = frozenset()
+        self.offloaded: frozenset[str] = frozenset()
         self._batch_invariant = batch_invariant
         self._under_way: deque[_Launch] = deque()
         self._drained: list[Finished | Progress] = []  # while draining; the next step returns them
@@ -183,7 +183,7 @@ class NativeEngine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do; requests wait while parts are offloaded."""
-        return bool(self._drained or (self._by_rid and not self._offloaded))
+        return bool(self._drained or (self._by_rid and not self.offloaded))
 
     def add(self, request: GenRequest) -> None:
         """Queue a request. ValueError, naming the field, if it could never run."""
@@ -237,7 +237,7 @@ class NativeEngine:
     @torch.inference_mode()
     def step(self) -> list[Finished | Progress]:
         """Launch what can run and record drawn tokens; returns ended requests and progress."""
-        launched = bool(self._by_rid) and not self._offloaded and self._launch()
+        launched = bool(self._by_rid) and not self.offloaded and self._launch()
         finished, self._drained = self._drained, []
         ahead = self._present_runner.launches_ahead if launched else 0
         while len(self._under_way) > ahead:
@@ -335,7 +335,7 @@ class NativeEngine:
 
     def check_score(self, sequences: list[list[int]]) -> None:
         """ValueError if `score` cannot run."""
-        if "weights" in self._offloaded:
+        if "weights" in self.offloaded:
             raise ValueError("the weights are offloaded: call onload first")
         check_tokens(sequences, self.model.args.vocab_size, self.model.args.vision)
 
@@ -349,17 +349,17 @@ class NativeEngine:
         self._runner = None
         if "weights" in leaving:
             self.model.to("cpu")
-        self._offloaded |= leaving
+        self.offloaded |= leaving
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def onload(self, tags: Iterable[str] | None = None) -> None:
         """Restore these parts; requests continue once nothing is offloaded."""
-        back = device_parts(tags) & self._offloaded
+        back = device_parts(tags) & self.offloaded
         if "weights" in back:
             self.model.to(self.device)
-        self._offloaded -= back
-        if not self._offloaded and self._runner is None:
+        self.offloaded -= back
+        if not self.offloaded and self._runner is None:
             self._runner = self._make_runner()
 
     def stats(self) -> dict[str, float]:

@@ -30,8 +30,9 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -89,6 +90,7 @@ class EngineLoop:
         self._ended: EngineEndedError | None = None
         self.failure: BaseException | None = None  # the error that ended the loop, if any
         self.busy = BusyIntervals()
+        self._idle = IdleTime()
         self._counted_at = 0.0  # requests, for the trace
         self._thread = threading.Thread(target=self._run, name="native-engine", daemon=True)
         self._thread.start()
@@ -133,7 +135,7 @@ class EngineLoop:
 
     def stats(self) -> dict[str, float]:
         """The engine's counters; does not wait for a running step."""
-        return {**self._engine.stats(), "busy_s": self.busy.total_s}
+        return {**self._engine.stats(), "busy_s": self.busy.total_s, **self._idle.stats()}
 
     def abort(self, rids: Iterable[str] | None = None) -> Future[int]:
         """Ends these requests (None: all) with their tokens so far; the result is their number."""
@@ -183,7 +185,8 @@ class EngineLoop:
         while not self._closing:
             with self._wake:
                 while not (self._orders or self._closing or self._step_is_due()):
-                    self._wake.wait()
+                    with self._idle.spent(self._why_idle()):
+                        self._wake.wait()
                 orders, self._orders = self._orders, []
             # Popped one by one, so that an order's payload (memory of another process) is released
             # while waiting for the next.
@@ -193,6 +196,12 @@ class EngineLoop:
                 return not self._closing
         return False
 
+    def _why_idle(self) -> str:
+        """Constant within a wait: only orders, which end it, change the answer."""
+        if self._paused:
+            return "paused"
+        return "offloaded" if self._engine.offloaded else "no_request"
+
     def _step_is_due(self) -> bool:
         return not self._paused and self._engine.has_work
 
@@ -201,7 +210,9 @@ class EngineLoop:
             self._admit(order)
         elif order.future.set_running_or_notify_cancel():
             try:
-                order.future.set_result(order.function(self._engine))
+                with self._idle.spent("control"):
+                    result = order.function(self._engine)
+                order.future.set_result(result)
             except Exception as err:  # belongs to the caller of `call`
                 order.future.set_exception(err)
 
@@ -355,6 +366,39 @@ class Receiver:
 _COUNT_S = 0.1  # between two counts of requests in a trace
 _MERGE_GAP_S = 0.005  # gaps between consecutive steps are far below this
 _MAX_INTERVALS = 10_000
+
+
+class IdleTime:
+    """Seconds of the engine thread outside its steps, by cause. Written by that thread, read by any
+    other.
+
+    no_request   nothing to generate
+    paused       `pause`
+    offloaded    the device is lent to training
+    control      commands: loading weights, offloading, aborting
+    """
+
+    def __init__(self) -> None:
+        causes = ("no_request", "paused", "offloaded", "control")
+        self._totals = dict.fromkeys(causes, 0.0)
+        self._current: tuple[str, float] | None = None
+
+    @contextmanager
+    def spent(self, cause: str) -> Iterator[None]:
+        began = time.monotonic()
+        self._current = (cause, began)
+        try:
+            yield
+        finally:
+            self._current = None
+            self._totals[cause] += time.monotonic() - began
+
+    def stats(self) -> dict[str, float]:
+        """With the time of a wait that goes on."""
+        current, totals = self._current, dict(self._totals)
+        if current is not None:
+            totals[current[0]] += time.monotonic() - current[1]
+        return {f"{cause}_s": seconds for cause, seconds in totals.items()}
 
 
 class BusyIntervals:

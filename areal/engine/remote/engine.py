@@ -24,6 +24,7 @@ opens it, once servers that it replaced meanwhile have them too.
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections import Counter
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
 
 _COUNTS = ("requests_resent", "tokens_kept", "replies_refused")  # including those of copies
 _LASTING = ("shm", "disk")  # can be loaded again later
+_LOAD = ("version", "running", "waiting")
 _STRAGGLERS_S = 2.0  # for aborted requests to return; one may reach its server after the abort
 _JOIN_AGAIN_S = 0.5
 _DROP_S = 30.0  # a live event loop needs milliseconds
@@ -135,6 +137,7 @@ class RemoteEngine(InferenceEngine):
         """What each process has for itself."""
         self._client: GenerateClient | None = None
         self._busy = BusyIntervals()  # when requests were in flight
+        self._reported: dict[str, dict[str, float]] = {}  # by each server, when last asked
         self._updating = threading.Lock()
 
     @property
@@ -227,8 +230,12 @@ class RemoteEngine(InferenceEngine):
         self._pool.leave(address)
 
     def member_states(self) -> dict[str, str]:
-        """`serving` or `draining`, by address; asks nobody."""
+        """`serving`, `draining` or `restarting`, by address; asks nobody."""
         return self._pool.states()
+
+    def member_loads(self) -> dict[str, dict[str, float]]:
+        """By address, version and requests of each server at the last `stats()`; asks nobody."""
+        return self._reported
 
     def server_states(self) -> list[dict[str, Any]]:
         """Of each server address, state (`serving`, `draining`), and what it reports of version
@@ -330,7 +337,14 @@ class RemoteEngine(InferenceEngine):
     def stats(self) -> dict[str, float]:
         """Summed over the servers, except the version, which is the oldest; counters of a dead
         server are lost."""
-        answers = list(self._pool.on_all(self._protocol.stats).values())
+        by_server = self._pool.on_all(self._protocol.stats)
+        self._reported = {
+            control.address: {
+                name: stats[name] for name in _LOAD if math.isfinite(stats.get(name, math.nan))
+            }
+            for control, stats in by_server.items()
+        }
+        answers = list(by_server.values())
         total: dict[str, float] = {}
         for stats in answers:
             for name, value in stats.items():

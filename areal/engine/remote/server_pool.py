@@ -90,6 +90,7 @@ class ServerPool:
         self._read_file: tuple[int, int] | None = None  # as a copy saw it last
         self._joined: dict[str, str] = {}  # token by address
         self._draining: frozenset[str] = frozenset()
+        self._restarting: str | None = None  # address of the ended server being replaced
         self.controls = tuple(map(self._connect, addresses))  # replaced as a whole
         self._moved: dict[str, str | None] = {}  # address of a lost server -> of its replacement
         self.version: int | None = None  # of the live weights, once noted
@@ -124,9 +125,12 @@ class ServerPool:
         return self._joined.get(address, self._token)
 
     def states(self) -> dict[str, str]:
-        """`serving` or `draining`, by address."""
-        draining = self._draining
-        return {one: "draining" if one in draining else "serving" for one in self.addresses}
+        """`serving`, `draining` or `restarting`, by address. Does not wait for a restart."""
+        states = dict.fromkeys(self.addresses, "serving")
+        states |= dict.fromkeys(self._draining & states.keys(), "draining")
+        if self._restarting in states:
+            states[self._restarting] = "restarting"
+        return states
 
     def reports(self) -> list[dict[str, Any]]:
         """What each server says of itself now: version and load; `silent` if it does not answer."""
@@ -452,6 +456,7 @@ class ServerPool:
         end = None if process is None else process.describe_end()
         if process is None or end is None:
             return
+        self._restarting = address
         try:
             successor = self._restart(process, end)
         except EngineLostError as lost:
@@ -462,6 +467,8 @@ class ServerPool:
             self._processes[successor] = self._processes.pop(address)
             self._newcomers.add(successor)
             self._move(address, successor)
+        finally:
+            self._restarting = None
 
     def _restart(self, process: ServerProcess, end: str) -> str:
         """The new address. EngineLostError says how the last one ended if the budget is spent."""

@@ -262,15 +262,20 @@ class BaseTrainEngine(TrainEngine, Generic[ModelT, OptimizerT]):
         mbs = self._micro_batches(input_, rows_per_unit)
         return self._weighted_loss(mbs, loss_fn, loss_weight_fn, forward_only=True)
 
-    def forward_batch(self, input_: Mapping[str, Any]) -> torch.Tensor:
-        """Log-probabilities or values `[B, S]` of this rank's rows on their device, padding 0."""
+    def forward_batch(
+        self, input_: Mapping[str, Any], *, with_entropy: bool = False
+    ) -> torch.Tensor:
+        """Log-probabilities or values `[B, S]` of this rank's rows on their device, padding 0;
+        `[B, S, 2]` with entropies."""
+        assert not (with_entropy and self.config.is_critic), "values have no entropy"
         mask = input_["attention_mask"]
         mbs = self._micro_batches(input_, 1)
-        out_BS = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
+        shape = (*mask.shape, 2) if with_entropy else mask.shape
+        out_BS = torch.zeros(shape, dtype=torch.float32, device=mask.device)
 
         def output_fn(index: int, output_T: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
             progress()
-            return output_T
+            return torch.stack([output_T, *rest], dim=-1) if with_entropy else output_T
 
         packed = self.forward_backward_batch(mbs, output_fn, True)
         for mb, output_T in zip(mbs, packed, strict=True):

@@ -160,15 +160,18 @@ class PPOActor:
         return token_outputs(self.engine, data, replay=True)
 
     def compute_policies(self, data: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """`prox_logp`, unless the loss computes it, and `logprobs` if recomputed too."""
-        if not self.config.use_decoupled_loss:
-            if not self.config.recompute_logprob:
-                return {"prox_logp": data["logprobs"]}
-            logp_BS = self.compute_logp(data)
-            return {"prox_logp": logp_BS, "logprobs": logp_BS}
-        if self.config.prox_logp_method in ("loglinear", "reuse_train_logp"):
+        """`prox_logp`, unless the loss computes it, and `logprobs` if recomputed too. Where a
+        forward pass finds them, also the `entropy` of each token, which no loss reads."""
+        decoupled = self.config.use_decoupled_loss
+        if not decoupled and not self.config.recompute_logprob:
+            return {"prox_logp": data["logprobs"]}
+        if decoupled and self.config.prox_logp_method in ("loglinear", "reuse_train_logp"):
             return {}
-        return {"prox_logp": self.compute_logp(data)}
+        logp_BS, entropy_BS = token_outputs(
+            self.engine, data, replay=True, with_entropy=True
+        ).unbind(dim=-1)
+        found = {"prox_logp": logp_BS.contiguous(), "entropy": entropy_BS.contiguous()}
+        return found if decoupled else {**found, "logprobs": found["prox_logp"]}
 
     def compute_advantages(self, data: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Inputs of `ppo_update` of actor and critic: advantages, returns, rewards."""

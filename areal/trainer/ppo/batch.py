@@ -60,15 +60,21 @@ def required(data: Mapping[str, Any], key: str, option: str) -> torch.Tensor:
 
 
 def token_outputs(
-    engine: TrainEngine, data: Mapping[str, Any], *, replay: bool = False
+    engine: TrainEngine,
+    data: Mapping[str, Any],
+    *,
+    replay: bool = False,
+    with_entropy: bool = False,
 ) -> torch.Tensor:
-    """Per-token outputs `[B, S]`: log-probabilities, or values of a critic.
+    """Per-token outputs: log-probabilities or a critic's values `[B, S]`; `with_entropy`
+    log-probabilities and entropies `[B, S, 2]`.
 
     With `replay` by the experts on record, if `data` has some; a model but the one that generated
     the tokens has experts of its own.
     """
     keys = ("input_ids", "attention_mask", MULTI_MODAL_KEY, *([ROUTED_KEY] if replay else []))
-    return engine.forward_batch({key: data[key] for key in keys if key in data})
+    given = {key: data[key] for key in keys if key in data}
+    return engine.forward_batch(given, with_entropy=with_entropy)
 
 
 def loss_weight(mb: Mapping[str, Any]) -> torch.Tensor:

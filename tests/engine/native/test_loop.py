@@ -231,3 +231,27 @@ def test_busy_intervals_merge_and_resume():
     assert busy.since(1.15) == [(1.15, 1.2), (1.3, 1.4)]
     busy.add(1.4, 1.5)
     assert busy.since(1.4) == [(1.4, 1.5)]
+
+
+def test_idle_time_by_cause(loop):
+    """Every cause grows while it holds, and only then."""
+
+    def grows(cause: str) -> None:
+        before = loop.stats()
+        deadline = time.monotonic() + 900
+        while loop.stats()[cause] <= before[cause]:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        after = loop.stats()
+        others = {"no_request_s", "paused_s", "offloaded_s"} - {cause}
+        assert all(after[other] == before[other] for other in others)
+
+    loop.call(lambda engine: None).result()
+    grows("no_request_s")
+    loop.pause()
+    grows("paused_s")
+    loop.resume()
+    loop.call(lambda engine: engine.offload()).result()
+    grows("offloaded_s")
+    loop.call(lambda engine: engine.onload()).result()
+    assert loop.stats()["control_s"] > 0

@@ -27,8 +27,11 @@ class Launches:
     def __init__(self, model, log) -> None:
         self._model, self._log = model, log
         self.pids: list[int] = []
+        self.look = list  # called at each launch, for `seen`
+        self.seen: list = []
 
     def __call__(self):
+        self.seen.append(self.look())
         child, address = launch_native_server(
             self._model, token=TOKEN, num_pages=200, log_path=self._log, setup_timeout_s=900
         )
@@ -62,6 +65,8 @@ async def test_a_killed_server_is_replaced(tmp_path):
         address_file=tmp_path / "servers.json",
     )
     engine.initialize()
+    launches.look = engine.member_states
+    first = process.address
     copy = pickle.loads(pickle.dumps(engine))  # as a rollout worker or a training rank has one
     try:
         with PublicationRoot("disk", run_name="test", disk_root=tmp_path / "weights") as root:
@@ -89,6 +94,9 @@ async def test_a_killed_server_is_replaced(tmp_path):
             assert {v for r in after for v in r.output_versions} == {3}
             stats = await asyncio.to_thread(engine.stats)
             assert stats["restarts"] == 1 and stats["requests_resent"] == len(after)
+            assert launches.seen[-1] == {first: "restarting"}
+            assert engine.member_states() == {process.address: "serving"}
+            assert engine.member_loads()[process.address]["version"] == 3
 
             # A copy finds the new one, though nobody has told it.
             assert (await copy.agenerate(requests()[0])).output_tokens == before[0].output_tokens

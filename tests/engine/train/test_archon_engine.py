@@ -88,6 +88,22 @@ def test_logprobs_equal_transformers(folder, temperature: float):
     assert (got[~batch["attention_mask"]] == 0).all()
 
 
+def test_entropies_beside_the_same_logprobs(folder):
+    batch = make_batch()
+    engine = open_engine(
+        folder, temperature=0.6, logprobs_chunk_size=7, mb_spec=MicroBatchSpec(max_tokens_per_mb=13)
+    )
+    both_BS2 = engine.forward_batch(batch, with_entropy=True)
+    assert torch.equal(both_BS2[..., 0], engine.forward_batch(batch))
+    assert (both_BS2[~batch["attention_mask"]] == 0).all()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = batch["input_ids"][0, : int(batch["attention_mask"][0].sum())].long()
+    with torch.no_grad():
+        logp = (model(input_ids=ids[None]).logits[0, :-1] / 0.6).log_softmax(-1)
+    expected = -(logp.exp() * logp).sum(-1)
+    torch.testing.assert_close(both_BS2[0, : len(expected), 1], expected, rtol=1e-4, atol=1e-4)
+
+
 def test_loss_gradient_and_step_equal_plain_torch(folder):
     batch = make_batch()
     sgd = OptimizerConfig(type="sgd", lr=0.1, beta1=0.0, weight_decay=0.0, gradient_clipping=1e9)

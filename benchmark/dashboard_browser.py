@@ -1,0 +1,103 @@
+"""The dashboard in a real Chromium: when the first paint comes, and how long a view takes.
+
+    rows = in_browser(folder_of_runs, task=7, laps=5)
+
+`areal dash` serves in a process of its own, as for a user. Times are of the page's own clock, from
+the request (first paint) or the change of the address (a view) to the moment it is drawn. Needs
+Playwright (`make test-browser` installs it into .venv-browser) and Chromium.
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from report import Row
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / ".venv-browser"))
+
+# Name -> place in the page; {task} is a stored sample's prompt.
+PLACES = {
+    "now": "now",
+    "seconds": "seconds",
+    "samples": "samples",
+    "samples_by_text": "samples?text=not+in+any+text",
+    "sample": "sample?task={task}&sample=0",
+    "prompts": "prompts",
+    "prompt": "prompt?task={task}",
+    "curves": "curves",
+    "config": "config",
+}
+_VISIT = """async (place) => {
+  const main = document.getElementById("main");
+  const view = place.split("?")[0];
+  delete main.dataset.ready;
+  const began = performance.now();
+  location.hash = "#" + place;
+  while (main.dataset.ready !== view) await new Promise(requestAnimationFrame);
+  return performance.now() - began;
+}"""
+_FIRST_PAINT = """async () => {
+  const main = document.getElementById("main");
+  while (!main.dataset.ready) await new Promise(requestAnimationFrame);
+  const drawn = performance.now();
+  const paint = performance.getEntriesByName("first-contentful-paint")[0];
+  return [paint.startTime, drawn];
+}"""
+
+
+def in_browser(root: Path, *, task: int, laps: int) -> list[Row]:
+    from playwright.sync_api import sync_playwright
+
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        raise FileNotFoundError("Chromium is missing (Debian: apt-get install chromium)")
+    command = [sys.executable, "-m", "areal.cli.main", "dash", str(root)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            link = server.stdout.readline().strip()
+            with sync_playwright() as playwright:
+                # Chromium's sandbox does not start as root.
+                browser = playwright.chromium.launch(
+                    executable_path=chromium, args=["--no-sandbox"]
+                )
+                return _measure(browser, link, task, laps)
+        finally:
+            server.terminate()
+
+
+def _measure(browser: Any, link: str, task: int, laps: int) -> list[Row]:
+    paints: list[float] = []
+    first_views: list[float] = []
+    for _ in range(laps):  # each as for a new visitor, with an empty cache
+        context = browser.new_context(viewport={"width": 1180, "height": 800})
+        page = context.new_page()
+        page.goto(link)
+        painted, drawn = page.evaluate(_FIRST_PAINT)
+        paints.append(painted)
+        first_views.append(drawn)
+        context.close()
+    rows = [*_rows("browser_first_paint", paints), *_rows("browser_first_view", first_views)]
+    page = browser.new_page(viewport={"width": 1180, "height": 800})
+    page.goto(link)
+    page.evaluate(_FIRST_PAINT)
+    for name, place in PLACES.items():
+        times = []
+        for _ in range(laps):
+            page.evaluate(_VISIT, "config?run=0" if name != "config" else "prompts?run=0")
+            query = "&" if "?" in place else "?"
+            times.append(page.evaluate(_VISIT, f"{place.format(task=task)}{query}run=0"))
+        rows += _rows(f"browser_{name}", times)
+    return rows
+
+
+def _rows(name: str, times: list[float]) -> list[Row]:
+    return [
+        Row(name, statistics.median(times), "ms"),
+        Row(f"{name}_slowest", max(times), "ms"),
+    ]
