@@ -99,16 +99,17 @@ def check_memory(
 ) -> None:
     """ValueError if the run is predicted to need clearly more memory than its devices have.
 
-    Only where the device and all models are known, and only for trainer ppo.
+    Only where the device and all models are known.
     """
     from areal.planner.devices import find_device, load_device, num_gpus
+    from areal.planner.offline import offline_load, plan_offline
     from areal.planner.plan import plan_setup, refusal, setup_of
     from areal.planner.shapes import UnplannableError
     from areal.planner.workload import workload_of
     from areal.utils.model_files import read_hf_config
 
     name = device or find_device()
-    if name is None or not _is_ppo(config):
+    if name is None:
         return
     hf_configs = {
         role: read_hf_config(place.folder) if place.folder is not None else place.config
@@ -118,14 +119,19 @@ def check_memory(
     known = {role: config_json for role, config_json in hf_configs.items() if config_json}
     if set(known) != set(config.models()):
         return
-    try:
-        setup = setup_of(config, known, load_device(name))
-    except UnplannableError:
-        return
+    profile = load_device(name)
     # On a machine with one GPU, all share it.
     shared = device is None and num_gpus() == 1 and not config.scheduler.by_ray
-    load, _ = workload_of(config, {})
-    why = refusal(plan_setup(setup, load, gpus=1 if shared else None), _MEMORY_TOLERANCE)
+    try:
+        if _is_ppo(config):
+            load, _ = workload_of(config, {})
+            setup = setup_of(config, known, profile)
+            memory = plan_setup(setup, load, gpus=1 if shared else None).memory
+        else:
+            memory = plan_offline(config, known, profile, offline_load(config, {})[0]).memory
+    except UnplannableError:
+        return
+    why = refusal(memory, profile, _MEMORY_TOLERANCE)
     if why is not None:
         raise ValueError(why)
 

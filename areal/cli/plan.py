@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from areal.api.config.experiment import PPOConfig
+    from areal.api.config.experiment import BaseExperimentConfig
+    from areal.planner.devices import Device
 
 _SIMULATED_STEPS = 50
 
@@ -75,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace) -> int:
     from areal.api.cli_args import load_experiment
+    from areal.api.config.experiment import PPOConfig
     from areal.planner.devices import load_device
     from areal.planner.layouts import best_split
     from areal.planner.models import model_configs
@@ -85,8 +87,10 @@ def _plan(args: argparse.Namespace) -> int:
 
     _check_numbers(args)
     experiment, _ = load_experiment([args.file, *args.overrides])
-    config = _ppo(experiment)
     device = load_device(args.device or _this_device())
+    if not isinstance(experiment, PPOConfig):
+        return _plan_offline(args, experiment, device)
+    config = experiment
     load, assumed = workload_of(config, _given(args))
     setup = setup_of(config, model_configs(config), device)
     plan = plan_setup(setup, load, gpus=args.gpus)
@@ -98,7 +102,26 @@ def _plan(args: argparse.Namespace) -> int:
     results = (plan, assumed, best_split(setup, load, plan.gpus), simulated)
     lines = [json.dumps(as_json(*results), indent=1)] if args.json else describe(*results)
     print("\n".join(lines))
-    why = refusal(plan)
+    why = refusal(plan.memory, device)
+    if why is not None:
+        raise ValueError(why)
+    return 0
+
+
+def _plan_offline(args: argparse.Namespace, config: BaseExperimentConfig, device: Device) -> int:
+    """Of trainers without generation: sft, rw, dpo."""
+    from areal.planner.models import model_configs
+    from areal.planner.offline import offline_load, plan_offline
+    from areal.planner.plan import refusal
+    from areal.planner.report import describe_offline, offline_json
+
+    if args.simulate:
+        raise ValueError(f"--simulate: a run of trainer {config.trainer} generates nothing")
+    load, assumed = offline_load(config, _given(args))
+    plan = plan_offline(config, model_configs(config), device, load, gpus=args.gpus)
+    lines = describe_offline(plan, assumed)
+    print(json.dumps(offline_json(plan, assumed), indent=1) if args.json else "\n".join(lines))
+    why = refusal(plan.memory, device)
     if why is not None:
         raise ValueError(why)
     return 0
@@ -114,14 +137,6 @@ def _this_device() -> str:
             f"{', '.join(known_devices())}, or the file of a profile"
         )
     return found
-
-
-def _ppo(config: Any) -> PPOConfig:
-    from areal.api.config.experiment import PPOConfig
-
-    if not isinstance(config, PPOConfig):
-        raise ValueError(f"trainer: only runs of trainer ppo are planned, got {config.trainer!r}")
-    return config
 
 
 def _check_numbers(args: argparse.Namespace) -> None:

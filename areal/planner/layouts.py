@@ -36,14 +36,14 @@ class Split:
     @property
     def allocation(self) -> str:
         """As allocation_mode spells it."""
-        cut = self.actor
-        dims = f"d{cut.dp}" + "".join(
-            f"{letter}{size}"
-            for letter, size in zip("tpce", (cut.tp, cut.pp, cut.cp, cut.ep), strict=True)
-            if size > 1
-        )
         tensor = f"t{self.server_tp}" if self.server_tp > 1 else ""
-        return f"native:d{self.servers}{tensor}+archon:{dims}"
+        return f"native:d{self.servers}{tensor}+archon:{layout_name(self.actor)}"
+
+
+def layout_name(cut: Layout) -> str:
+    """As in a backend: `d4t2`."""
+    sizes = zip("tpce", (cut.tp, cut.pp, cut.cp, cut.ep), strict=True)
+    return f"d{cut.dp}" + "".join(f"{letter}{size}" for letter, size in sizes if size > 1)
 
 
 def best_split(setup: Setup, load: Workload, gpus: int) -> Split | None:
@@ -54,7 +54,7 @@ def best_split(setup: Setup, load: Workload, gpus: int) -> Split | None:
     unit = max(1, gpus // _SPLITS)
     for training in range(unit, gpus, unit):
         servers = _best_servers(setup.servers, load, gpus - training)
-        trainer = _best_trainer(setup.trainers["actor"], load, training)
+        trainer = best_trainer(setup.trainers["actor"], load, training)
         if servers is None or trainer is None:
             continue
         trainers = {
@@ -98,7 +98,8 @@ def _divides(servers: Servers, tp: int) -> bool:
     return True
 
 
-def _best_trainer(template: Trainer, load: Workload, devices: int) -> Trainer | None:
+def best_trainer(template: Trainer, load: Workload, devices: int) -> Trainer | None:
+    """The fastest layout of a trained model that fits; None if none does."""
     found = []
     for layout in _layouts(template, load, devices):
         for mode in dict.fromkeys((template.rank.mode, "full")):

@@ -69,9 +69,14 @@ class TrainingRank:
         if not self.trains:
             return Memory(process, {"forward": held | self._forward()})
         summed = self._summed_gradients() if self.num_micro_batches > 1 else {}
-        backward = held | summed | {"activations": self._kept()} | self._head()
-        recompute = held | summed | {"activations": self._kept()} | self._one_block()
-        phases = {"loss": backward, "backward": recompute, "collect": held | self._collect()}
+        kept = held | summed | {"activations": self._kept()}
+        phases = {
+            "loss": kept | self._head(),
+            "backward": kept | self._one_block(),
+            "collect": held | self._collect(),
+        }
+        if not self._is_sharded and self.engine != "megatron":
+            phases["end of backward"] = held | self._first_block()
         if self.sends_buckets:
             phases["update"] = held | {"buckets": 2.0 * _BUCKET_BYTES}
         return Memory(process, phases)
@@ -152,6 +157,20 @@ class TrainingRank:
             return {}
         return {"gradients": self._trained * 4.0}
 
+    def _first_block(self) -> Parts:
+        """While the first block goes backward, all others have their gradients. The embedding gets
+        its own last; a tied one has that of the head."""
+        shape, item = self.shape, self.itemsize
+        numbers = self._trained
+        if self.trained_weights is None:
+            numbers -= self._blocks[0]
+            if not shape.args.tie_word_embeddings:
+                numbers -= shape.args.vocab_size * shape.args.dim / self.layout.tp
+        is_summed = item != 4 and self.num_micro_batches > 1
+        gradients = numbers * item + (self._trained * 4.0 if is_summed else 0.0)
+        kept = self._kept() / shape.num_layers
+        return {"gradients": gradients, "activations": kept + self._block_again()}
+
     def _collect(self) -> Parts:
         if self.engine == "megatron" or self.is_offloaded:
             return {}
@@ -210,16 +229,21 @@ class TrainingRank:
         return {"head": logits + weight + hidden}
 
     def _one_block(self) -> Parts:
-        """What backward computes again of a block, and the gradients of its activations."""
+        """While the last block goes backward, the head's weight has its gradient."""
+        head = 0.0 if self.trained_weights is not None else self.shape.head_weights
+        return {"block": self._block_again() + head / self.layout.tp * self.itemsize}
+
+    def _block_again(self) -> float:
+        """Bytes that backward computes again of a block, with the gradients of its activations."""
         shape = self.shape
-        again = 0.0
-        if self.mode in ("full", "selective") or self.full_share > 0:
-            again = shape.largest_kept_block["compiled" if self.is_compiled else "none"]
-            again -= shape.kept(self.mode) / shape.num_layers
-        width = shape.widest_feed_forward
-        gradients = 3 * width + 3 * shape.args.dim
-        numbers = self._tokens * (again + gradients) / self.layout.tp
-        return {"block": numbers * self.itemsize}
+        again, mode = 0.0, "full" if self.full_share > 0 else self.mode
+        if mode in ("full", "selective"):
+            again = shape.recomputed(mode, "compiled" if self.is_compiled else "none")
+        width, dim = shape.widest_feed_forward, shape.args.dim
+        # A compiled half has the gradients of gate, up and product at once; else the product and
+        # its gradient are gone when those of gate and up are complete.
+        gradients = 3 * width + 3 * dim if self.is_compiled else 2 * width + dim
+        return self._tokens * (again + gradients) / self.layout.tp * self.itemsize
 
     def _forward(self) -> Parts:
         """Without gradients: one block, or one chunk of logits, whichever is more."""

@@ -19,8 +19,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from areal.api.config.experiment import PPOConfig
+from areal.api.config.experiment import BaseExperimentConfig, PPOConfig
 from areal.api.config.ppo import FrozenModelConfig
+from areal.api.config.train_engine import TrainEngineConfig
 from areal.planner.devices import GIB, Device
 from areal.planner.engines import Servers, Trainer, publish_s, servers_of, trainer_of
 from areal.planner.memory import Memory
@@ -41,6 +42,13 @@ class DeviceMemory:
     def peak(self) -> float:
         peaks = [process.peak for process in self.processes]
         return max(peaks) if self.takes_turns else sum(peaks)
+
+
+def too_large(
+    memory: list[DeviceMemory], device: Device, tolerance: float = 1.0
+) -> list[DeviceMemory]:
+    """Those that would need more than a device has, times `tolerance`."""
+    return [place for place in memory if place.peak > tolerance * device.memory_bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +159,7 @@ class Plan:
 
     def too_large(self, tolerance: float = 1.0) -> list[DeviceMemory]:
         """Devices that would need more than they have, times `tolerance`."""
-        limit = tolerance * self.device.memory_bytes
-        return [place for place in self.memory if place.peak > limit]
+        return too_large(self.memory, self.device, tolerance)
 
     @property
     def losses(self) -> list[Loss]:
@@ -173,32 +180,59 @@ class Setup:
 
     @property
     def training_devices(self) -> int:
-        return sum(self.world(roles) for roles in self.groups)
+        return sum(num_devices(self.trainers, roles) for roles in self.groups)
 
-    def world(self, roles: list[str]) -> int:
-        return max(self.trainers[role].layout.world for role in roles)
+
+def num_devices(trainers: Mapping[str, Trainer], roles: list[str]) -> int:
+    """That these roles share."""
+    return max(trainers[role].layout.world for role in roles)
+
+
+def training_memory(
+    trainers: Mapping[str, Trainer], groups: list[list[str]], load: Workload
+) -> list[DeviceMemory]:
+    return [
+        DeviceMemory(
+            " + ".join(roles),
+            num_devices(trainers, roles),
+            [trainers[role].memory(load, role) for role in roles],
+        )
+        for roles in groups
+    ]
+
+
+def trainers_of(
+    config: BaseExperimentConfig,
+    actor: TrainEngineConfig,
+    hf_configs: Mapping[str, Mapping[str, Any]],
+    device: Device,
+) -> tuple[dict[str, Trainer], list[list[str]]]:
+    """Models by role, and the roles that share devices."""
+    trainers: dict[str, Trainer] = {}
+    groups: dict[str, list[str]] = {}
+    for role, section in config.models().items():
+        if isinstance(section, FrozenModelConfig):
+            section = section.engine_config(actor)
+        try:
+            trainers[role] = trainer_of(section, hf_configs[role], device)
+        except UnplannableError as error:
+            raise UnplannableError(f"{role}.path: {error}") from None
+        groups.setdefault(config.hosts()[role], []).append(role)
+    return trainers, list(groups.values())
 
 
 def setup_of(
     config: PPOConfig, hf_configs: Mapping[str, Mapping[str, Any]], device: Device
 ) -> Setup:
     """`hf_configs`: the config.json of each role."""
-    trainers, groups = {}, {}
-    for role, section in config.models().items():
-        if isinstance(section, FrozenModelConfig):
-            section = section.engine_config(config.actor)
-        try:
-            trainers[role] = trainer_of(section, hf_configs[role], device)
-        except UnplannableError as error:
-            raise UnplannableError(f"{role}.path: {error}") from None
-        groups.setdefault(config.hosts()[role], []).append(role)
+    trainers, groups = trainers_of(config, config.actor, hf_configs, device)
     actor = config.actor
     asks_actor = actor.recompute_logprob
     if actor.use_decoupled_loss:
         asks_actor = actor.prox_logp_method in ("recompute", "metrics")
     return Setup(
         trainers=trainers,
-        groups=list(groups.values()),
+        groups=groups,
         servers=servers_of(config, hf_configs["actor"], device),
         asks_actor=asks_actor,
         update_mode=actor.weight_update_mode,
@@ -217,14 +251,7 @@ def plan_setup(setup: Setup, load: Workload, *, gpus: int | None = None) -> Plan
             f"--gpus: {gpus} are fewer than the {wanted} of the layouts (training {training}, "
             f"servers {servers.num_devices}): lower d of actor.backend or rollout.backend"
         )
-    memory = [
-        DeviceMemory(
-            " + ".join(roles),
-            setup.world(roles),
-            [setup.trainers[role].memory(load, role) for role in roles],
-        )
-        for roles in setup.groups
-    ]
+    memory = training_memory(setup.trainers, setup.groups, load)
     if has_own:
         memory.append(DeviceMemory("rollout", servers.num_devices, [servers.memory("rollout")]))
     else:
@@ -327,15 +354,15 @@ def _losses(plan: Plan) -> list[Loss]:
     return found
 
 
-def refusal(plan: Plan, tolerance: float = 1.0) -> str | None:
+def refusal(memory: list[DeviceMemory], device: Device, tolerance: float = 1.0) -> str | None:
     """Why the run cannot fit, with the numbers; None if it does."""
-    for place in plan.too_large(tolerance):
+    for place in too_large(memory, device, tolerance):
         process = max(place.processes, key=lambda process: process.peak)
         parts = sorted(process.phases[process.peak_phase].items(), key=lambda part: -part[1])
         largest = ", ".join(f"{part} {size / GIB:.1f}" for part, size in parts[:3])
         return (
-            f"{place.name} needs {place.peak / GIB:.1f} GiB of each {plan.device.name}, which has "
-            f"{plan.device.memory_bytes / GIB:.1f} GiB (at its peak, {process.process} in "
+            f"{place.name} needs {place.peak / GIB:.1f} GiB of each {device.name}, which has "
+            f"{device.memory_bytes / GIB:.1f} GiB (at its peak, {process.process} in "
             f"{process.peak_phase}: {largest}): {_remedy(place, parts[0][0])}"
         )
     return None

@@ -6,13 +6,14 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-from areal.planner.devices import GIB
+from areal.planner.devices import GIB, Device
 from areal.planner.layouts import Split
-from areal.planner.plan import Plan, refusal
+from areal.planner.offline import OfflinePlan
+from areal.planner.plan import DeviceMemory, Plan
 from areal.planner.scale import ScaleRow
 from areal.planner.simulate import Simulated
 
-_MIN_PART = 0.01  # of a process's peak: smaller parts are summed
+_MIN_PART = 0.01  # of a peak or a step: smaller parts are summed, smaller losses not named
 _MIN_GAIN = 1.05  # of another split, to be worth a change
 
 
@@ -28,17 +29,47 @@ def describe(
     ]
     if assumed:
         lines.append(f"assumed: {'; '.join(assumed)}")
-    lines += ["", *_memory_lines(plan), "", *_time_lines(plan), "", *_advice_lines(plan, better)]
+    lines += [
+        "",
+        *_memory_lines(plan.memory, plan.device),
+        "",
+        *_time_lines(plan),
+        "",
+        *_advice_lines(plan, better),
+    ]
     if simulated is not None:
         lines += ["", *_simulation_lines(simulated)]
     return lines
 
 
-def _memory_lines(plan: Plan) -> Iterable[str]:
-    limit = plan.device.memory_bytes / GIB
+def describe_offline(plan: OfflinePlan, assumed: list[str]) -> list[str]:
+    load, step = plan.load, plan.step_s
+    lines = [
+        f"{plan.device.name} x {plan.gpus}: training {plan.gpus}",
+        f"a step: {load.num_samples} sequences of {load.prompt + load.output:g} tokens",
+        *([f"assumed: {'; '.join(assumed)}"] if assumed else []),
+        "",
+        *_memory_lines(plan.memory, plan.device),
+        "",
+        f"step {duration(step)}, {plan.tokens_per_s:,.0f} tokens/s trained",
+    ]
+    if load.steps is not None:
+        lines.append(f"{load.steps} steps: {duration(load.steps * step)}")
+    share = plan.loss.device_s / step
+    if share >= _MIN_PART:
+        lines += ["", f"largest loss: {plan.loss.what}, {share:.0%} of the time"]
+        lines.append(f"  what would help: {plan.loss.advice}")
+    if plan.better is not None and plan.better.tokens_per_s >= _MIN_GAIN * plan.tokens_per_s:
+        gain = plan.better.tokens_per_s / plan.tokens_per_s
+        lines.append(f"a better layout: {plan.better.name} ({gain:.2f} times as fast)")
+    return lines
+
+
+def _memory_lines(memory: Iterable[DeviceMemory], device: Device) -> Iterable[str]:
+    limit = device.memory_bytes / GIB
     yield f"memory of a device, GiB of {limit:.1f}"
-    for place in plan.memory:
-        fits = "" if place.peak <= plan.device.memory_bytes else "  does not fit"
+    for place in memory:
+        fits = "" if place.peak <= device.memory_bytes else "  does not fit"
         turns = ", in turns" if place.takes_turns else ""
         yield f"  {place.name} (x {place.count}{turns}): {place.peak / GIB:.1f}{fits}"
         for process in place.processes:
@@ -133,6 +164,35 @@ def _rounded(value: float) -> int:
     return int(float(f"{value:.3g}"))
 
 
+def _memory_json(memory: Iterable[DeviceMemory]) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": place.name,
+            "devices": place.count,
+            "peak": place.peak,
+            "processes": [asdict(process) for process in place.processes],
+        }
+        for place in memory
+    ]
+
+
+def offline_json(plan: OfflinePlan, assumed: list[str]) -> dict[str, Any]:
+    steps, better = plan.load.steps, plan.better
+    return {
+        "device": plan.device.name,
+        "gpus": plan.gpus,
+        "assumed": assumed,
+        "memory_bytes": plan.device.memory_bytes,
+        "memory": _memory_json(plan.memory),
+        "fits": plan.fits,
+        "step_s": plan.step_s,
+        "tokens_per_s": plan.tokens_per_s,
+        "duration_s": None if steps is None else steps * plan.step_s,
+        "losses": [asdict(plan.loss)],
+        "better_layout": None if better is None else asdict(better),
+    }
+
+
 def as_json(
     plan: Plan, assumed: list[str], better: Split | None, simulated: Simulated | None
 ) -> dict[str, Any]:
@@ -141,16 +201,8 @@ def as_json(
         "gpus": plan.gpus,
         "assumed": assumed,
         "memory_bytes": plan.device.memory_bytes,
-        "memory": [
-            {
-                "name": place.name,
-                "devices": place.count,
-                "peak": place.peak,
-                "processes": [asdict(process) for process in place.processes],
-            }
-            for place in plan.memory
-        ],
-        "fits": refusal(plan) is None,
+        "memory": _memory_json(plan.memory),
+        "fits": not plan.too_large(),
         "times": asdict(plan.times),
         "step_s": plan.step_s,
         "tokens_per_s": plan.tokens_per_s,

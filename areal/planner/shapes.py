@@ -1,7 +1,8 @@
 """Numbers in a decoder's weights, cache and activations. In: `DecoderArgs`; out: counts, not bytes.
 
 The count of weights is exact. Of the activations: what a compiled block keeps for its backward
-pass, and what an uncompiled one keeps; both follow the code of models/common.
+pass, and what an uncompiled one keeps; both follow the code of models/common. Attention of each
+kind, and vision towers: layers.py.
 
 Legend: D model dim, Q query width (heads x head dim), K key or value width, F feed-forward width.
 """
@@ -12,9 +13,22 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from areal.models.common.args import DecoderArgs
+from areal.planner.layers import AttentionCounts, attention_counts, tower_weights
 
-# What the counts below describe. A family with blocks of its own is not among them.
-FAMILIES = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+# What the counts describe. A family that was registered from outside is not among them.
+FAMILIES = (
+    "deepseek_v2",
+    "gemma3_text",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen2_5_vl",
+    "qwen3",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_moe",
+    "qwen3_vl",
+)
 
 
 class UnplannableError(ValueError):
@@ -47,8 +61,18 @@ class Shape:
         return self.args.n_kv_heads * self.args.head_dim
 
     @cached_property
+    def attention(self) -> tuple[AttentionCounts, ...]:
+        """Of each layer."""
+        return tuple(attention_counts(self.args, layer) for layer in range(self.num_layers))
+
+    @cached_property
     def num_weights(self) -> int:
-        return self.root_weights + sum(map(self.block_weights, range(self.num_layers)))
+        blocks = sum(map(self.block_weights, range(self.num_layers)))
+        return self.root_weights + blocks + self.tower_weights
+
+    @cached_property
+    def tower_weights(self) -> int:
+        return tower_weights(self.args.vision)
 
     @cached_property
     def root_weights(self) -> int:
@@ -69,19 +93,14 @@ class Shape:
 
     def shared_weights(self, layer: int) -> int:
         """Of a block, without its experts."""
-        args, q, k = self.args, self.query_width, self.kv_width
-        norms = (4 if args.out_norms else 2) * args.dim + 2 * args.head_dim * args.qk_norm
-        biases = (q + 2 * k) * args.qkv_bias + args.dim * args.attention_out_bias
+        args, attention = self.args, self.attention[layer]
+        total = attention.matrices + attention.vectors + (4 if args.out_norms else 2) * args.dim
         if args.is_sparse(layer):
             moe = args.expert_args
-            return self.attention_weights + norms + biases + moe.num_experts * args.dim
-        biases += (2 * args.hidden_dim + args.dim) * args.mlp_bias
-        return self.attention_weights + norms + biases + 3 * args.dim * args.hidden_dim
-
-    @property
-    def attention_weights(self) -> int:
-        """Of its four matrices."""
-        return self.args.dim * 2 * (self.query_width + self.kv_width)
+            shared = 3 * moe.shared_dim + moe.shared_gate
+            return total + (moe.num_experts + shared) * args.dim
+        biases = (2 * args.hidden_dim + args.dim) * args.mlp_bias
+        return total + biases + 3 * args.dim * args.hidden_dim
 
     def expert_weights(self, layer: int) -> int:
         """Of all experts of a block."""
@@ -120,20 +139,35 @@ class Shape:
         """Of all blocks, without experts."""
         args = self.args
         sparse = 0 if args.moe is None else len(args.moe.layers)
-        total = self.num_layers * self.attention_weights
+        total = sum(one.matrices for one in self.attention)
         total += (self.num_layers - sparse) * 3 * args.dim * args.hidden_dim
         if args.moe is not None:
-            total += sparse * args.moe.num_experts * args.dim
+            total += sparse * (args.moe.num_experts + 3 * args.moe.shared_dim) * args.dim
         return float(total)
 
     @cached_property
     def kv_per_token(self) -> int:
         """Numbers of a token's keys and values in all layers."""
-        return 2 * self.num_layers * self.kv_width
+        return sum(one.cached for one in self.attention)
 
     @cached_property
     def kv_heads_in_layers(self) -> int:
-        return 2 * self.num_layers * self.args.n_kv_heads
+        return sum(one.heads for one in self.attention)
+
+    @cached_property
+    def state_per_sequence(self) -> int:
+        """Numbers of recurrent layers, float32."""
+        return sum(one.state for one in self.attention)
+
+    @cached_property
+    def attention_width(self) -> int:
+        """Q of all layers that attend."""
+        return self.query_width * len(self.args.attention_layers)
+
+    @cached_property
+    def mixing(self) -> float:
+        """Multiplications per token of recurrent layers, in float32."""
+        return sum(one.mixing for one in self.attention)
 
     def cached_tokens_read(self, context: float) -> float:
         """Tokens whose keys and values a decode step reads, averaged over layers: of layers with a
@@ -156,11 +190,11 @@ class Shape:
         return total / self.num_layers
 
     def feed_forward_width(self, layer: int) -> int:
-        """F of a token: the experts it uses together."""
+        """F of a token: the experts it uses together, with a shared one."""
         moe = self.args.moe
         if moe is None or not self.args.is_sparse(layer):
             return self.args.hidden_dim
-        return moe.top_k * moe.hidden_dim
+        return moe.top_k * moe.hidden_dim + moe.shared_dim
 
     @cached_property
     def mean_feed_forward(self) -> float:
@@ -186,32 +220,29 @@ class Shape:
 
     def kept_by_block(self, mode: str, layer: int) -> float:
         """The same, by one layer."""
-        args = self.args
-        dim, q, k, width = (
-            args.dim,
-            self.query_width,
-            self.kv_width,
-            self.feed_forward_width(layer),
-        )
+        args, attention = self.args, self.attention[layer]
+        dim, width, is_sparse = args.dim, self.feed_forward_width(layer), args.is_sparse(layer)
         if mode == "full":
             return dim
         if mode == "selective":
-            kept = 3 * dim + 2 * q + 2 * k + 2 * width
-            return kept + args.expert_args.top_k * dim if args.is_sparse(layer) else kept
-        kept = 4 * dim + 2 * q + 2 * k + (q + k) * args.qk_norm + 2 * dim * args.out_norms
-        if args.is_sparse(layer):
+            kept = 3 * dim + attention.kept_products + 2 * width
+            return kept + args.expert_args.top_k * dim if is_sparse else kept
+        kept = 4 * dim + attention.kept + 2 * dim * args.out_norms
+        if mode == "none" and args.zero_centered_norms:
+            # These norms keep their inputs in float32.
+            kept += (4 if args.out_norms else 2) * dim
+            kept += (self.query_width + self.kv_width) * args.qk_norm * (attention.cached > 0)
+        if is_sparse:
             # Never compiled; rows of experts in and out, float32 for the router.
             moe = args.expert_args
             return kept + 4 * width + 2 * moe.top_k * dim + 2 * dim + 2 * moe.num_experts
         return kept + (3 if mode == "compiled" else 4) * width
 
-    @cached_property
-    def largest_kept_block(self) -> dict[str, float]:
-        """Of any layer, by mode."""
-        return {
-            mode: max(self.kept_by_block(mode, layer) for layer in range(self.num_layers))
-            for mode in ("none", "compiled")
-        }
+    def recomputed(self, mode: str, again: str) -> float:
+        """Numbers per token that a block with the most of them computes again: what it would keep
+        in mode `again`, beyond what it keeps in `mode`."""
+        layers = range(self.num_layers)
+        return max(self.kept_by_block(again, i) - self.kept_by_block(mode, i) for i in layers)
 
     @cached_property
     def widest_feed_forward(self) -> int:

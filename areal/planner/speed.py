@@ -84,7 +84,7 @@ class Training:
         passes = (4 if self.recompute == "full" else 3) if trains else 1
         flop = 2 * tokens * (passes * self._body() + (4 if trains else 1) * shape.head_weights)
         pairs = [(length, shape.attention_pairs(length)) for length in lengths]
-        width = 4 * shape.num_layers * shape.query_width
+        width = 4 * shape.attention_width
         attention = sum(width * p / self._attention_rate(length) for length, p in pairs)
         traffic = device.traffic_compiled if self.compiled else device.traffic_eager
         if not trains:
@@ -217,7 +217,7 @@ class Generation:
         seconds = 2 * tokens * shape.used_by_token / self._flops()
         pairs = shape.attention_pairs(length) - shape.attention_pairs(cached)
         rate = device.attention_tflops * 1e12 * length / (length + device.attention_half_length)
-        width = 4 * shape.num_layers * shape.query_width
+        width = 4 * shape.attention_width
         seconds += tokens / max(length - cached, 1) * width * pairs / rate
         kept = tokens * shape.kept("compiled") * self.itemsize
         seconds += _ROW_TRAFFIC * kept / device.bandwidth

@@ -89,6 +89,36 @@ def test_what_cannot_fit_has_exit_code_2_and_the_numbers(capsys):
     assert re.search(r"error: actor needs 1\d\d\.\d GiB of each NVIDIA A100", error), error
 
 
+OFFLINE = {
+    "sft": ("64 sequences of 500 tokens", {}),
+    "dpo": ("128 sequences of 500 tokens", {}),
+    "rw": ("128 sequences of 500 tokens", {"actor.is_critic": "true"}),
+}
+
+
+@pytest.mark.parametrize("trainer", OFFLINE)
+def test_trainers_without_generation_are_planned(project, capsys, trainer):
+    text = CONFIG.replace("\n", f"\ntrainer: {trainer}\n", 1)
+    for line in ("gconfig:", "rollout:", "  reward_norm:"):
+        text = re.sub(rf"(?m)^{line}.*\n", "", text)
+    (project / "offline.yaml").write_text(text)
+    sequences, keys = OFFLINE[trainer]
+    config = ["offline.yaml", *(f"{key}={value}" for key, value in keys.items())]
+    lengths = ["--prompt-tokens", "200", "--output-tokens", "300"]
+    assert main(["plan", *config, "--device", "h200", *lengths]) == 0
+    told = capsys.readouterr().out
+    assert f"a step: {sequences}" in told and "100 steps:" in told
+    assert ("ref (x 4)" in told) == (trainer == "dpo")
+    assert main(["plan", *config, "--device", "h200", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] and found["duration_s"] == pytest.approx(100 * found["step_s"])
+    small = [*config, "actor.backend=archon:d1", "--device", "a100"]
+    assert main(["plan", *small]) == 2
+    assert "GiB of each NVIDIA A100 SXM 80 GB, which has 78.0" in capsys.readouterr().err
+    assert main(["plan", *config, "--device", "h200", "--simulate"]) == 2
+    assert f"trainer {trainer} generates nothing" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

@@ -149,12 +149,12 @@ def test_one_gpu_for_both_holds_both():
 
 def test_what_cannot_fit_is_refused_with_the_numbers():
     small = replace(H200, memory_gib=40.0)
-    why = refusal(plan_setup(setup_of(large_shape(), device=small), LOAD))
+    why = refusal(plan_setup(setup_of(large_shape(), device=small), LOAD).memory, small)
     assert why is not None
     # 7.6 billion weights at 20 bytes.
     assert "actor needs 14" in why and "which has 39.0 GiB" in why
     assert "shard it over more ranks (d, t or p of actor.backend)" in why
-    assert refusal(plan_setup(setup_of(tiny_shape(), device=small), LOAD)) is None
+    assert refusal(plan_setup(setup_of(tiny_shape(), device=small), LOAD).memory, small) is None
 
 
 def test_a_better_split_is_faster_and_fits():
