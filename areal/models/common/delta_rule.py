@@ -2,7 +2,8 @@
 
     S = exp(g_t) S;   S = S + k_t u_t',  u_t = beta_t (v_t - S' k_t);   out_t = S' q_t
 
-`recur_packed` computes it for packed sequences, differentiable, in chunks of C tokens: within a
+`recur_packed` computes it for packed sequences, differentiable, in plain torch (delta_kernels.py
+does on a GPU), in chunks of C tokens: within a
 chunk the corrections u solve a triangular system, so that only the states between chunks are
 computed one after the other. With G the sum of g since the chunk began and S0 the state there:
 
@@ -34,7 +35,7 @@ import torch.nn.functional as F
 from areal.models.common.args import DeltaArgs
 
 CHUNK = 64
-_NORM_EPS = 1e-6  # of the lengths of queries and keys
+NORM_EPS = 1e-6  # of the lengths of queries and keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,12 @@ class ChunkLayout:
         return x_MNC.transpose(1, 2).flatten(0, 1).index_select(0, self.place_T)
 
 
+def kernels_compute(qkv_TX: torch.Tensor, sizes: DeltaArgs) -> bool:
+    """Whether delta_kernels.py does: tiles are powers of two, of which a program holds several."""
+    dims = (sizes.key_dim, sizes.value_dim)
+    return qkv_TX.is_cuda and all(dim in (16, 32, 64, 128) for dim in dims)
+
+
 def recur_packed(
     inputs: DeltaInputs, sizes: DeltaArgs, positions_T: torch.Tensor, layout: ChunkLayout
 ) -> torch.Tensor:
@@ -133,7 +140,7 @@ def split_heads(qkv_TX: torch.Tensor, sizes: DeltaArgs) -> DeltaHeads:
 
     def unit(x_TX: torch.Tensor) -> torch.Tensor:
         x_THK = x_TX.unflatten(-1, (-1, sizes.key_dim))
-        x_THK = x_THK * torch.rsqrt((x_THK * x_THK).sum(-1, keepdim=True) + _NORM_EPS)
+        x_THK = x_THK * torch.rsqrt((x_THK * x_THK).sum(-1, keepdim=True) + NORM_EPS)
         return x_THK if group == 1 else x_THK.repeat_interleave(group, dim=1)
 
     v_TNV = v_TX.unflatten(-1, (-1, sizes.value_dim))
