@@ -45,7 +45,7 @@ from areal.models.common.args import DecoderArgs, DeltaArgs
 from areal.models.common.delta_rule import (
     ChunkLayout,
     DeltaInputs,
-    kernels_compute,
+    has_tiles,
     recur_packed,
 )
 from areal.models.common.fp8 import round_heads
@@ -113,7 +113,7 @@ class PackedAttention:
 
     def recur(self, layer: int, inputs: DeltaInputs, sizes: DeltaArgs) -> torch.Tensor:
         """The gated delta rule (delta_rule.py), each sequence from a state of zeros."""
-        if not kernels_compute(inputs.qkv_TX, sizes):
+        if not (inputs.qkv_TX.is_cuda and has_tiles(sizes)):
             return recur_packed(inputs, sizes, self.positions_T, self._chunk_layout)
         from areal.models.common.delta_kernels import recur_by_kernels  # needs Triton
 

@@ -17,9 +17,11 @@ import triton.language as tl
 @triton.jit
 def _convolved(
     x_ptr, weight_ptr, position_ptr, cache_ptr, from_ptr, sequence_ptr, row, inside, column, X,
-    W: tl.constexpr,
+    stride, W: tl.constexpr,
 ):  # fmt: skip
-    """[rows, columns] of the convolution, float32. `position` counts the tokens of a sequence."""
+    """[rows, columns] of the convolution, float32. `position` counts the tokens of a sequence.
+
+    Rows of `x` are `stride` apart, those of the cache X."""
     position = tl.load(position_ptr + row, inside, 0)
     if cache_ptr is not None:
         sequence = tl.load(sequence_ptr + row, inside, 0)
@@ -28,7 +30,7 @@ def _convolved(
     for back in tl.static_range(W):
         weight = tl.load(weight_ptr + column * W + (W - 1 - back)).to(tl.float32)
         own = inside & (position >= back)
-        place = (row - back)[:, None] * X + column[None, :]
+        place = (row - back)[:, None] * stride + column[None, :]
         x = tl.load(x_ptr + place, own[:, None], 0.0).to(tl.float32)
         if cache_ptr is not None:
             kept = (before + W - 1 + position - back)[:, None] * X + column[None, :]
@@ -40,8 +42,8 @@ def _convolved(
 
 @triton.jit
 def mix_kernel(
-    x_ptr, weight_ptr, position_ptr, cache_ptr, from_ptr, sequence_ptr, out_ptr, T, X, first,
-    num_scaled, scale, eps,
+    x_ptr, weight_ptr, position_ptr, cache_ptr, from_ptr, sequence_ptr, out_ptr, T, X, stride,
+    first, num_scaled, scale, eps,
     DIM: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """The heads of DIM columns from column `first` on. With NORM they get length 1, the first
@@ -52,7 +54,7 @@ def mix_kernel(
     column = first + head * DIM + tl.arange(0, DIM)
     pre = _convolved(
         x_ptr, weight_ptr, position_ptr, cache_ptr, from_ptr, sequence_ptr, row, inside, column, X,
-        W,
+        stride, W,
     )  # fmt: skip
     y = pre / (1.0 + tl.exp(-pre))
     if NORM:
@@ -72,7 +74,7 @@ def mix_back_kernel(
     inside = row < T
     column = first + head * DIM + tl.arange(0, DIM)
     pre = _convolved(
-        x_ptr, weight_ptr, position_ptr, None, None, None, row, inside, column, X, W
+        x_ptr, weight_ptr, position_ptr, None, None, None, row, inside, column, X, X, W
     )  # fmt: skip
     share = 1.0 / (1.0 + tl.exp(-pre))
     place = row[:, None] * X + column[None, :]

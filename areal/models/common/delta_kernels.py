@@ -15,6 +15,7 @@ Shape legend: as in delta_rule.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,10 +43,18 @@ class Chunks:
     def of(cls, lengths: torch.Tensor, device: torch.device) -> Chunks:
         """`lengths` of the sequences, int64 on the CPU; those without tokens are left out."""
         used = lengths[lengths > 0].numpy()
-        return cls.between(np.cumsum(used) - used, [[length] for length in used.tolist()], device)
+        borders = [[length] for length in used.tolist()]
+        return cls.between(
+            np.cumsum(used) - used, borders, lambda array: torch.from_numpy(array).to(device)
+        )
 
     @classmethod
-    def between(cls, starts: np.ndarray, borders: list[list[int]], device: torch.device) -> Chunks:
+    def between(
+        cls,
+        starts: np.ndarray,
+        borders: list[list[int]],
+        upload: Callable[[np.ndarray], torch.Tensor],
+    ) -> Chunks:
         """Sequence r has the tokens from `starts[r]` on; it has as many as the last of its
         `borders`, and a chunk ends at each of these."""
         bounds, first = [], [0]
@@ -56,10 +65,7 @@ class Chunks:
                 bounds += [(start + a, start + b) for a, b in zip(cuts, cuts[1:], strict=False)]
                 begin = end
             first.append(len(bounds))
-        return cls(
-            torch.tensor(bounds, dtype=torch.int32).to(device),
-            torch.tensor(first, dtype=torch.int32).to(device),
-        )
+        return cls(upload(np.array(bounds, np.int32)), upload(np.array(first, np.int32)))
 
 
 def recur_by_kernels(
@@ -116,16 +122,16 @@ def mix(
     before: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Queries, keys and values [T, X] after the convolution, the first two of length 1, queries
-    scaled.
+    scaled. Rows of `qkv_TX` may be apart.
 
     `before`: a cache of the rows before the first token of a sequence [S, W - 1, X], the number
     of those of each sequence [R], and the sequence of each token [T]."""
-    out_TX = torch.empty_like(qkv_TX)
-    for head, first, plan in _parts(qkv_TX, sizes):
-        conv_kernels.mix_kernel[head](
+    out_TX = qkv_TX.new_empty(qkv_TX.shape)
+    for grid, first, plan in _parts(qkv_TX, sizes):
+        conv_kernels.mix_kernel[grid](
             qkv_TX, kernel_XW, positions_T, *(before or (None, None, None)), out_TX,
-            *qkv_TX.shape, first, sizes.num_key_heads, sizes.key_dim**-0.5, NORM_EPS,
-            W=sizes.conv_size, ROWS=_MIX_ROWS, num_warps=4, **plan,
+            *qkv_TX.shape, qkv_TX.stride(0), first, sizes.num_key_heads, sizes.key_dim**-0.5,
+            NORM_EPS, W=sizes.conv_size, ROWS=_MIX_ROWS, num_warps=4, **plan,
         )  # fmt: skip
     return out_TX
 

@@ -2,10 +2,10 @@
 
     S = exp(g_t) S;   S = S + k_t u_t',  u_t = beta_t (v_t - S' k_t);   out_t = S' q_t
 
-`recur_packed` computes it for packed sequences, differentiable, in plain torch (delta_kernels.py
-does on a GPU), in chunks of C tokens: within a
-chunk the corrections u solve a triangular system, so that only the states between chunks are
-computed one after the other. With G the sum of g since the chunk began and S0 the state there:
+`recur_packed` computes it for packed sequences, differentiable, in chunks of C tokens (in plain
+torch; on a GPU delta_kernels.py does): within a chunk the corrections u solve a triangular system,
+so that only the states between chunks are computed one after the other. With G the sum of g since
+the chunk began and S0 the state there:
 
     (I + L) U = beta (V - exp(G) K S0),   L_ij = beta_i exp(G_i - G_j) k_i.k_j  for j < i
     out_i = exp(G_i) S0' q_i + sum over j <= i of exp(G_i - G_j) (q_i.k_j) u_j
@@ -95,10 +95,10 @@ class ChunkLayout:
         return x_MNC.transpose(1, 2).flatten(0, 1).index_select(0, self.place_T)
 
 
-def kernels_compute(qkv_TX: torch.Tensor, sizes: DeltaArgs) -> bool:
-    """Whether delta_kernels.py does: tiles are powers of two, of which a program holds several."""
-    dims = (sizes.key_dim, sizes.value_dim)
-    return qkv_TX.is_cuda and all(dim in (16, 32, 64, 128) for dim in dims)
+def has_tiles(sizes: DeltaArgs) -> bool:
+    """Whether delta_kernels.py computes such heads: a tile of one is a power of two, and a program
+    holds several."""
+    return all(dim in (16, 32, 64, 128) for dim in (sizes.key_dim, sizes.value_dim))
 
 
 def recur_packed(
