@@ -145,15 +145,21 @@ def _parts(qkv_TX: torch.Tensor, sizes: DeltaArgs):
 
 
 def _constants(x: torch.Tensor, sizes: DeltaArgs) -> dict[str, Any]:
-    # float32 products are exact ones; of 16 bits only the inverse of a chunk is float32.
+    # Three products of halves are as good as one of float32. Of 16 bits only the inverse of a chunk
+    # is float32, and rounded to 16 bits after it.
     return {
         "N": sizes.num_value_heads,
         "H": sizes.num_key_heads,
         "K": sizes.key_dim,
         "V": sizes.value_dim,
         "C": CHUNK,
-        "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+        "PRECISION": "tf32x3" if x.dtype == torch.float32 else "tf32",
     }
+
+
+def _stages(x: torch.Tensor) -> int:
+    """Tiles in flight from chunk to chunk: two of float32 would not fit into shared memory."""
+    return 2 if x.element_size() == 2 else 1
 
 
 def solve(
@@ -197,7 +203,7 @@ def carry(
     chunk_kernels.states_kernel[grid](
         mixed_TX, solved.sums_TN, solved.reads_TNK, solved.writes_TNV, states, chunks.bounds_M2,
         chunks.first_R1, *(cache or (None, None, None)), mixed_TX.shape[1],
-        BV=block, **_constants(mixed_TX, sizes), num_warps=4, num_stages=2,
+        BV=block, **_constants(mixed_TX, sizes), num_warps=4, num_stages=_stages(mixed_TX),
     )  # fmt: skip
     return states
 
@@ -240,7 +246,7 @@ def _recur_back(
     block = min(value_dim, 32)
     chunk_kernels.states_back_kernel[(value_dim // block, heads, len(chunks.first_R1) - 1)](
         mixed_TX, solved.sums_TN, solved.reads_TNK, bounds, chunks.first_R1, d_out_TNV, d_writes,
-        d_states, stride, BV=block, **constants, num_warps=4, num_stages=2,
+        d_states, stride, BV=block, **constants, num_warps=4, num_stages=_stages(mixed_TX),
     )  # fmt: skip
     blocks = {"BK": min(key_dim, 64), "BV": min(value_dim, 64)}
     num_blocks = key_dim // blocks["BK"]
