@@ -149,21 +149,20 @@ def convolve_step(
     by state."""
     num_rows, width = len(projected_RY), sum(sizes.widths)
     mixed_RX = projected_RY.new_empty(num_rows, width)
-    both = 2 * sizes.num_key_heads
-    parts = (
-        (both, 0, sizes.key_dim, True),
-        (sizes.num_value_heads, both * sizes.key_dim, sizes.value_dim, False),
-    )
-    for heads, first, dim, has_norm in parts:
+    both, values = 2 * sizes.num_key_heads, sizes.num_value_heads
+    # Number of heads, first column, dims of a head, and how many heads have length 1.
+    parts = [(both, 0, sizes.key_dim, both), (values, both * sizes.key_dim, sizes.value_dim, 0)]
+    if sizes.key_dim == sizes.value_dim:
+        parts = [(both + values, 0, sizes.key_dim, both)]
+    for heads, first, dim, num_normed in parts:
         _convolve_kernel[(num_rows, heads)](
             projected_RY, kernel_XW, rows, slots.slot_R, slots.state_S, slots.mark_S,
-            slots.num_tokens_S, mixed_RX, projected_RY.shape[1], width, first,
+            slots.num_tokens_S, mixed_RX, projected_RY.shape[1], width, first, num_normed,
             sizes.num_key_heads, sizes.key_dim**-0.5, NORM_EPS,
             DIM=dim,
             BLOCK=triton.next_power_of_2(dim),
             W=sizes.conv_size,
             PAGE=slots.page_size,
-            NORM=has_norm,
             OVERLAP=OVERLAP,
             num_warps=1,
             launch_pdl=OVERLAP,
@@ -174,9 +173,9 @@ def convolve_step(
 @triton.jit
 def _convolve_kernel(
     x_ptr, kernel_ptr, rows_ptr, slot_ptr, state_ptr, mark_ptr, num_tokens_ptr, out_ptr, Y, X,
-    first, num_scaled, scale, eps,
+    first, num_normed, num_scaled, scale, eps,
     DIM: tl.constexpr, BLOCK: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr,
-    NORM: tl.constexpr, OVERLAP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         cuda.gdc_wait()
@@ -202,9 +201,8 @@ def _convolve_kernel(
             tl.store(own + (back - 1) * X, x, inside)
             tl.store(marked + (back - 1) * X, x, inside & ends_page)
     y = pre / (1.0 + tl.exp(-pre))
-    if NORM:
-        factor = tl.where(head < num_scaled, scale, 1.0)
-        y *= tl.rsqrt(tl.sum(y * y) + eps) * factor
+    length = tl.rsqrt(tl.sum(y * y) + eps) * tl.where(head < num_scaled, scale, 1.0)
+    y *= tl.where(head < num_normed, length, 1.0)
     tl.store(out_ptr + row * X + column, y.to(dtype), inside)
 
 
