@@ -92,34 +92,31 @@ def mix_back_kernel(
 @triton.jit
 def conv_back_kernel(
     x_ptr, weight_ptr, position_ptr, d_pre_ptr, d_x_ptr, d_weight_ptr, T, X,
-    W: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr,
+    W: tl.constexpr, PADDED_W: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """`d_weight` has a part [W, X] of each program's rows."""
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     in_column = column < X
     first = tl.program_id(0).to(tl.int64) * ROWS * TILES
-    for back in tl.static_range(W):
-        d_weight = tl.zeros([COLUMNS], tl.float32)
-        for tile in range(TILES):
-            row = first + tile * ROWS + tl.arange(0, ROWS)
-            own = (row < T) & (tl.load(position_ptr + row, row < T, 0) >= back)
-            mask = own[:, None] & in_column[None, :]
-            place = row[:, None] * X + column[None, :]
-            d_pre = tl.load(d_pre_ptr + place, mask, 0.0).to(tl.float32)
-            x = tl.load(x_ptr + place - back * X, mask, 0.0).to(tl.float32)
-            d_weight += tl.sum(d_pre * x, axis=0)
-        to = (tl.program_id(0).to(tl.int64) * W + W - 1 - back) * X + column
-        tl.store(d_weight_ptr + to, d_weight, in_column)
+    tap = tl.arange(0, PADDED_W)
+    d_weight = tl.zeros([PADDED_W, ROWS, COLUMNS], tl.float32)
     for tile in range(TILES):
         row = first + tile * ROWS + tl.arange(0, ROWS)
+        inside = (row < T)[:, None] & in_column[None, :]
+        place = row[:, None] * X + column[None, :]
+        x = tl.load(x_ptr + place, inside, 0.0).to(tl.float32)
         d_x = tl.zeros([ROWS, COLUMNS], tl.float32)
         for back in tl.static_range(W):
             later = row + back
             own = (later < T) & (tl.load(position_ptr + later, later < T, 0) >= back)
             mask = own[:, None] & in_column[None, :]
             weight = tl.load(weight_ptr + column * W + (W - 1 - back), in_column, 0.0)
-            d_pre = tl.load(d_pre_ptr + later[:, None] * X + column[None, :], mask, 0.0)
-            d_x += d_pre.to(tl.float32) * weight.to(tl.float32)[None, :]
-        place = row[:, None] * X + column[None, :]
-        inside = (row < T)[:, None] & in_column[None, :]
+            d_pre = tl.load(d_pre_ptr + place + back * X, mask, 0.0).to(tl.float32)
+            d_x += d_pre * weight.to(tl.float32)[None, :]
+            is_tap = (tap == W - 1 - back)[:, None, None]
+            d_weight += tl.where(is_tap, (d_pre * x)[None, :, :], 0.0)
         tl.store(d_x_ptr + place, d_x.to(d_x_ptr.dtype.element_ty), inside)
+    to = (tl.program_id(0).to(tl.int64) * W + tap)[:, None] * X + column[None, :]
+    is_weight = (tap < W)[:, None] & in_column[None, :]
+    tl.store(d_weight_ptr + to, tl.sum(d_weight, axis=1), is_weight)

@@ -297,6 +297,7 @@ def _mix_back(
     d_kernel = torch.empty(shape, dtype=torch.float32, device=qkv_TX.device)
     conv_kernels.conv_back_kernel[(num_parts, triton.cdiv(width, _CONV_COLUMNS))](
         qkv_TX, kernel_XW, positions_T, d_pre_TX, d_qkv_TX, d_kernel, num_tokens, width,
-        W=sizes.conv_size, ROWS=_CONV_ROWS, TILES=_CONV_TILES, COLUMNS=_CONV_COLUMNS, num_warps=4,
+        W=sizes.conv_size, PADDED_W=triton.next_power_of_2(sizes.conv_size), ROWS=_CONV_ROWS,
+        TILES=_CONV_TILES, COLUMNS=_CONV_COLUMNS, num_warps=4,
     )  # fmt: skip
     return d_qkv_TX, d_kernel.sum(0).T.to(kernel_XW.dtype).contiguous()
