@@ -29,7 +29,7 @@ from areal.models.common.args import DeltaArgs
 from areal.models.common.delta_rule import CHUNK, NORM_EPS, DeltaInputs
 
 _MIX_ROWS = 16
-_CONV_ROWS, _CONV_TILES, _CONV_COLUMNS = 16, 16, 128
+_CONV_ROWS, _CONV_TILES, _CONV_COLUMNS = 8, 32, 128
 
 
 @dataclass(frozen=True, slots=True)
