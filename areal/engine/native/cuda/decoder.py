@@ -1,9 +1,4 @@
-"""The decoder of models/common as a CUDA step runs it: paged cache, fused form, module form.
-
-`PagedCache` holds keys and values as `[num_pages, K, page_size, H]` per layer. A (page, head) is
-contiguous, so a kernel that reads one head of a sequence reads whole pages. An FP8 cache has a
-scale for every token and head. Of a model with experts it has those of every position, too
-(expert_cache.py).
+"""The decoder of models/common as a CUDA step runs it: fused form, module form.
 
 `FusedDecoder` computes `Decoder.forward` with few kernels, on the same parameters: projections that
 read the same input are adjacent in memory (`fuse_linears`), and each parameter becomes a view. So
@@ -32,7 +27,7 @@ import torch.nn.functional as F
 
 from areal.engine.native.cuda.block_kernels import add_rms_norm, rms_norm, softcap_
 from areal.engine.native.cuda.feed_forward import DenseLayer, ExpertLayer, FeedForwardLayer
-from areal.engine.native.cuda.fp8_tensors import CacheScales, Fp8Rows
+from areal.engine.native.cuda.fp8_tensors import Fp8Rows
 from areal.engine.native.cuda.linear import Products
 from areal.engine.native.cuda.mixers import (
     Attend,
@@ -42,53 +37,16 @@ from areal.engine.native.cuda.mixers import (
     make_mixer,
     norm_of,
 )
+from areal.engine.native.cuda.paged_cache import PagedCache
 from areal.engine.native.cuda.routing import router_arrivals
 from areal.engine.native.cuda.skinny_linear import SkinnyWorkspace
 from areal.engine.native.cuda.small_linear import norm_linear, small_linear
 from areal.engine.native.cuda.states import Recur
-from areal.engine.native.expert_cache import ExpertCache
 from areal.models.common.args import DecoderArgs
 from areal.models.common.decoder import Decoder, DecoderBlock, float32_logits, softcap
-from areal.models.common.fp8 import FP8
 from areal.models.common.invariant import invariant_logits, make_invariant
 from areal.models.common.moe import MoE
 from areal.models.vision.tower import Sight
-
-
-class PagedCache:
-    def __init__(self, model: Decoder, *, num_pages: int, page_size: int) -> None:
-        args = model.args
-        self._row_of = {layer: row for row, layer in enumerate(args.attention_layers)}
-        shape = (len(self._row_of), 2, num_pages, args.n_kv_heads, page_size, args.head_dim)
-        # Zeros: a masked position is multiplied by 0, and 0 * NaN is NaN.
-        weight = model.embedding_weight
-        is_fp8 = model.has_fp8_cache
-        self._cache = weight.new_zeros(shape, dtype=FP8 if is_fp8 else weight.dtype)
-        # By layer, keys or values, page, head and token.
-        self._scales = weight.new_zeros(shape[:-1], dtype=torch.float32) if is_fp8 else None
-        self.page_size = page_size
-        self.experts = args.moe and ExpertCache(
-            args.moe, num_pages=num_pages, page_size=page_size, device=weight.device
-        )
-
-    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = self._cache[self._row_of[layer]]
-        return keys, values
-
-    def scales(self, layer: int) -> CacheScales | None:
-        """Of an FP8 cache."""
-        return None if self._scales is None else CacheScales(*self._scales[self._row_of[layer]])
-
-    def copy_pages(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy pages `sources` to pages `targets`, in all layers."""
-        parts = [self._cache]
-        if self._scales is not None:
-            parts = [self._cache.view(torch.uint8), self._scales]  # torch indexes no FP8
-        for part in parts:
-            part.index_copy_(2, targets, part.index_select(2, sources))
-        if self.experts is not None:
-            self.experts.copy_pages(sources, targets)
-
 
 MAX_FEW_ROWS = 8
 MAX_FEW_EXPERT_ROWS = 4  # more rows share experts, which `forward` reads once

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -22,13 +22,11 @@ from areal.engine.native.cuda.block_kernels import Norm, rope_and_cache
 from areal.engine.native.cuda.fp8_tensors import Fp8Rows
 from areal.engine.native.cuda.hybrid_kernels import DeltaGates, gated_rope
 from areal.engine.native.cuda.linear import Products, fuse_linears
+from areal.engine.native.cuda.paged_cache import PagedCache
 from areal.engine.native.cuda.states import DeltaWeights, Recur
 from areal.models.common.args import DecoderArgs
 from areal.models.common.attention import Attention, AttentionLayer
 from areal.models.common.gated_layers import GatedAttention, GatedDelta
-
-if TYPE_CHECKING:
-    from areal.engine.native.cuda.decoder import PagedCache
 
 # attend(layer, q_TNH, out_TNH) writes `out`; keys and values are already in the cache.
 Attend = Callable[[int, torch.Tensor, torch.Tensor], None]

@@ -25,11 +25,11 @@ from areal.engine.native.cuda.decode_attention import (
 from areal.engine.native.cuda.decoder import (
     FusedDecoder,
     ModuleDecoder,
-    PagedCache,
     Rows,
 )
 from areal.engine.native.cuda.device import device_of
 from areal.engine.native.cuda.mixers import Attend
+from areal.engine.native.cuda.paged_cache import PagedCache
 from areal.engine.native.cuda.prefill_attention import flashinfer_prefill, prefill_attention
 from areal.engine.native.cuda.prompt_attention import prompt_attention
 from areal.engine.native.cuda.sampler import DeviceSampling, SamplingWorkspace, sample_rows
