@@ -2,9 +2,10 @@
 
     python benchmark/generation.py [--only ROW ...] [--json FILE]
 
-Random weights in the shapes of Qwen2.5 1.5B and 7B, of Qwen3 30B-A3B (128 experts) and of Gemma 3
-1B, bfloat16 (rows of `_fp8`: weights and cache in FP8), temperature 1, the log-probability of every
-sampled token returned, time from the first request to the last token (prefill included). The limit
+Random weights in the shapes of Qwen2.5 1.5B and 7B, of Qwen3 30B-A3B (128 experts), of Gemma 3 1B
+and of Qwen3.5 0.8B (whose steps also read and write states), bfloat16 (rows of `_fp8`: weights and
+cache in FP8), temperature 1, the log-probability of every sampled token returned, time from the
+first request to the last token (prefill included). The limit
 of a row counts the bytes and operations its steps cannot avoid, at the copy bandwidth and the
 matrix rate measured in the same run; rows choose their experts evenly, and only chosen ones are
 read. `1.5b_group_tail` also says which share of the time the device had nothing to do,
@@ -40,6 +41,7 @@ from areal.api.io_struct import ModelRequest
 from areal.engine.native.engine import NativeEngine
 from areal.engine.native.loop import EngineLoop
 from areal.engine.native.sequence import Finished, GenRequest
+from areal.engine.native.state_cache import state_bytes
 from areal.engine.remote.native import NativeRemoteEngine
 from areal.models.common.args import DecoderArgs
 from areal.models.common.decoder import Decoder
@@ -107,6 +109,28 @@ SHAPES = {
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": True,
     },
+    # The gated delta rule in three of four layers, gated attention with heads of 256 in the others.
+    "qwen3_5_0.8b": {
+        "model_type": "qwen3_5_text",
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "full_attention_interval": 4,
+        "partial_rotary_factor": 0.25,
+        "vocab_size": 248320,
+        "max_position_embeddings": 32768,
+        "rope_theta": 1e7,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+    },
 }
 FP8_SUFFIX = "_fp8"  # of a shape whose weights and cache are FP8
 _TOKEN_VARIABLE = "AREAL_BENCHMARK_TOKEN"
@@ -160,6 +184,8 @@ LOADS = {
     "30b_a3b_64": Load("30b_a3b", 64, 256, 256),
     "30b_a3b_1": Load("30b_a3b", 1, 256, 512),
     "gemma3_1b_256_512_512": Load("gemma3_1b", 256, 512, 512),
+    "qwen3_5_0.8b_256_512_512": Load("qwen3_5_0.8b", 256, 512, 512),
+    "qwen3_5_0.8b_64": Load("qwen3_5_0.8b", 64, 256, 256),
 }
 # Dialogues of 6 turns in step: a prompt of 1,024 tokens, then 128 sampled and 256 added per turn.
 CHATS = Load("1.5b", 128, 1024, 128)
@@ -249,7 +275,8 @@ def random_model(shape: str) -> Decoder:
     for name, size in model.hf_shapes().items():
         weight = torch.empty(size, dtype=torch.bfloat16, device="cuda")
         if "norm" in name:
-            model.load_hf_tensor(name, weight.fill_(norm))
+            is_gated = name.endswith("linear_attn.norm.weight")  # never zero-centered
+            model.load_hf_tensor(name, weight.fill_(1.0 if is_gated else norm))
         else:
             model.load_hf_tensor(name, weight.normal_(0.0, 0.02, generator=generator))
     return model
@@ -344,13 +371,15 @@ def device_clock(engine: NativeEngine):
 
 
 def least_seconds(model: Decoder, load: Load, ceilings: Ceilings, num_cached: int = 0) -> float:
-    """Each decode step reads the weights and the cache once, of layers with a window what is in it;
-    all arithmetic at the matrix rate. `num_cached` tokens of each prompt need no prefill."""
+    """Each decode step reads the weights and the cache once, of layers with a window what is in it,
+    and reads and writes the states of its rows; all arithmetic at the matrix rate. `num_cached`
+    tokens of each prompt need no prefill."""
     args = model.args
     head = args.vocab_size * args.dim
     num_bytes = 1 if model.has_fp8_cache else 2  # of a number in the blocks and in the cache
     layer_bytes = num_bytes * 2 * args.n_kv_heads * args.head_dim
-    windows = [args.window(layer) or sys.maxsize for layer in range(args.n_layers)]
+    windows = [args.window(layer) or sys.maxsize for layer in args.attention_layers]
+    row_bytes = 0 if args.delta is None else 2 * state_bytes(args, num_bytes)
     _, used = body_weights(args, 1)
     seconds = 2 * used * load.prompts * (load.num_in - num_cached) / ceilings.flop_per_s
     lengths = sorted(load.lengths())
@@ -366,7 +395,7 @@ def least_seconds(model: Decoder, load: Load, ceilings: Ceilings, num_cached: in
             for window in windows
         )
         read, _ = body_weights(args, running)
-        moved = num_bytes * read + 2 * head + cached * layer_bytes
+        moved = num_bytes * read + 2 * head + cached * layer_bytes + running * row_bytes
         flop = 2 * (used + head) * running
         seconds += max(moved / ceilings.bytes_per_s, flop / ceilings.flop_per_s)
     return seconds
@@ -378,7 +407,13 @@ def body_weights(args: DecoderArgs, num_rows: int) -> tuple[float, float]:
     Rows choose their experts independently and evenly.
     """
     attention = args.dim * args.head_dim * (2 * args.n_heads + 2 * args.n_kv_heads)
-    read = used = float(args.n_layers * attention)
+    read = float(len(args.attention_layers) * attention)
+    if args.delta is not None:
+        sizes = args.delta
+        read += len(args.attention_layers) * args.dim * args.head_dim * args.n_heads  # gates
+        columns = sum(sizes.widths) + 2 * sizes.widths[2] + 2 * sizes.num_value_heads
+        read += len(sizes.layers) * args.dim * columns
+    used = read
     for layer in range(args.n_layers):
         if not args.is_sparse(layer):
             read += 3 * args.dim * args.hidden_dim

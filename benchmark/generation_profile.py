@@ -10,6 +10,7 @@ was started while the one before it ended counts from that end on, so the kinds 
 |-------------|------------------------------------------------------------------------------------|
 | `matrix`    | products with the weights, at the matrix rate or the time to read the weights once |
 | `attention` | decoding: keys and values read once; prefill: the products below the diagonal      |
+| `states`    | decoding: those of recurrent layers read and written once; prefill: nothing        |
 | `sampling`  | the float32 logits read once                                                       |
 | `rest`      | nothing: norms, rotation, activation, embedding, bookkeeping                       |
 
@@ -47,10 +48,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from areal.engine.native.engine import NativeEngine
 from areal.engine.native.sequence import GenRequest
+from areal.engine.native.state_cache import state_bytes
 from areal.models.common.args import DecoderArgs
 
 KINDS = {
     "attention": r"_(decode|prompt|prefill)_kernel|PagedKVCache",  # the last: FlashInfer's
+    "states": r"_(recur|convolve|gated_norm)_kernel|^(mix|solve|states|outputs)_kernel",
     "sampling": r"^(cut|race|finish)_kernel",
     "matrix": r"gemm|nvjet|cutlass|splitK|_skinny_kernel|_row_kernel|_rows_kernel|"
     r"_router_kernel|_expert_kernel|_gate_up_kernel|_down_kernel",
@@ -66,6 +69,7 @@ class Work:
     matrix_flop: float
     cache_bytes: float
     attention_flop: float
+    state_bytes: float
     logit_bytes: float
 
     def least_seconds(self, ceilings: Ceilings) -> dict[str, float]:
@@ -75,6 +79,7 @@ class Work:
         return {
             "matrix": longer(self.matrix_bytes, self.matrix_flop),
             "attention": longer(self.cache_bytes, self.attention_flop),
+            "states": self.state_bytes / ceilings.bytes_per_s,
             "sampling": self.logit_bytes / ceilings.bytes_per_s,
             "rest": 0.0,
         }
@@ -189,13 +194,14 @@ def prefill_work(args: DecoderArgs, load: Load) -> Work:
         matrix_flop=2 * used * num_rows + 2 * head * load.num_requests,
         cache_bytes=0.0,
         attention_flop=4 * pairs * args.n_heads * args.head_dim,
+        state_bytes=0.0,
         logit_bytes=4.0 * load.num_requests * args.vocab_size,
     )
 
 
 def windows(args: DecoderArgs) -> list[int]:
-    """How many tokens each layer sees at most."""
-    return [args.window(layer) or sys.maxsize for layer in range(args.n_layers)]
+    """How many tokens each layer with attention sees at most."""
+    return [args.window(layer) or sys.maxsize for layer in args.attention_layers]
 
 
 def decode_work(args: DecoderArgs, load: Load) -> Work:
@@ -209,6 +215,7 @@ def decode_work(args: DecoderArgs, load: Load) -> Work:
         matrix_flop=2 * (used + head) * load.num_requests,
         cache_bytes=cached * 4 * args.n_kv_heads * args.head_dim,
         attention_flop=4 * cached * args.n_heads * args.head_dim,
+        state_bytes=2 * load.num_requests * (state_bytes(args, 2) if args.delta else 0),
         logit_bytes=4.0 * load.num_requests * args.vocab_size,
     )
 

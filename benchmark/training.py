@@ -2,11 +2,14 @@
 
     python benchmark/training.py [--rows ROW ...] [--json FILE] [--profile] [--tiny]
 
-Random weights in the shape of Qwen2.5 1.5B, bfloat16, through `ArchonEngine.train_batch` with a
+Random weights in the shape of Qwen2.5 1.5B (rows of `qwen3_5`: of Qwen3.5 0.8B, the smallest, and
+2B), bfloat16, through `ArchonEngine.train_batch` with a
 GRPO loss (forward, backward, clipping, AdamW on float32 masters) and `forward_batch`, compiled.
 
 Useful work, in floating-point operations: 2 per token and weight of a matrix (the head is one, the
-embedding none) and 2 S^2 (heads x head dim) per layer for causal attention over S tokens; training
+embedding none), 2 S^2 (heads x head dim) per layer for causal attention over S tokens, and for a
+layer with the delta rule 6 (key dim x value dim) per token and head: what its definition reads,
+corrects and writes of the state, not what chunks compute instead. Training
 counts three times that (backward twice forward). What checkpointing computes again counts nothing.
 The share is of the matrix rate measured in the same run (bf16, 8192^3).
 
@@ -18,6 +21,9 @@ The share is of the matrix rate measured in the same run (bf16, 8192^3).
 | 1x32768_ckpt  | 1 of 32768, selective checkpointing                                            |
 | 1x32768_full  | the same, full checkpointing                                                   |
 | logprob_64k   | log-probabilities of 64k tokens of mixed lengths, no gradients                 |
+| qwen3_5_0.8b_8x2048 | as 8x2048, 18 of the 24 layers with the gated delta rule                 |
+| qwen3_5_0.8b_mixed  | 16384 tokens of mixed lengths in one micro-batch                         |
+| qwen3_5_2b_8x2048   | as the first                                                             |
 | peak_extra    | memory above weights, gradients, optimizer and activations in 1x32768_full;    |
 |               | peak_extra_head is the part of the LM head, exactly                            |
 | attention     | the ways to attend, alone: TFLOP/s forward and forward + backward              |
@@ -50,6 +56,7 @@ from areal.api.config.train_engine import (
 )
 from areal.api.io_struct import FinetuneSpec
 from areal.engine.train.archon import ArchonEngine
+from areal.models.common.args import DecoderArgs
 from areal.models.common.decoder import Decoder
 
 SHAPE = {
@@ -66,6 +73,32 @@ SHAPE = {
     "tie_word_embeddings": True,
     "hidden_act": "silu",
 }
+# All but the width is the same for the two smallest.
+_QWEN35 = {
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 24,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 4,
+    "partial_rotary_factor": 0.25,
+    "vocab_size": 248320,
+    "max_position_embeddings": 32768,
+    "rope_theta": 1e7,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+}
+SHAPES = {
+    "": SHAPE,
+    "qwen3_5_0.8b": _QWEN35 | {"hidden_size": 1024, "intermediate_size": 3584},
+    "qwen3_5_2b": _QWEN35 | {"hidden_size": 2048, "intermediate_size": 6144},
+}
 TINY = {
     "hidden_size": 48,
     "intermediate_size": 96,
@@ -73,6 +106,13 @@ TINY = {
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "vocab_size": 300,
+}
+TINY_QWEN35 = TINY | {
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
 }
 GIB = 2**30
 
@@ -82,6 +122,7 @@ class Work:
     lengths: tuple[int, ...]
     ac_mode: str | None = None
     trains: bool = True
+    shape: str = ""
 
 
 def _mixed_lengths(total: int, shortest: int, longest: int) -> tuple[int, ...]:
@@ -101,6 +142,9 @@ WORKS = {
     "1x32768_ckpt": Work((32768,), "selective"),
     "1x32768_full": Work((32768,), "full"),
     "logprob_64k": Work(_mixed_lengths(65536, 128, 16384), trains=False),
+    "qwen3_5_0.8b_8x2048": Work((2048,) * 8, shape="qwen3_5_0.8b"),
+    "qwen3_5_0.8b_mixed": Work(_mixed_lengths(16384, 128, 8192), shape="qwen3_5_0.8b"),
+    "qwen3_5_2b_8x2048": Work((2048,) * 8, shape="qwen3_5_2b"),
 }
 ROWS = [*WORKS, "peak_extra", "attention"]
 
@@ -117,18 +161,25 @@ def main() -> None:
     rate = measure_matrix_rate(512 if args.tiny else 8192)
     rows = [Row("matrix_rate", rate / 1e12, "TFLOP/s")]
     with tempfile.TemporaryDirectory() as folder:
-        shape = SHAPE | TINY if args.tiny else SHAPE
-        (Path(folder) / "config.json").write_text(json.dumps(shape), encoding="utf-8")
         for name in args.rows:
             if name == "peak_extra":  # comes with 1x32768_full
                 continue
             is_work = name in WORKS
+            if is_work:
+                write_shape(Path(folder) / "config.json", WORKS[name].shape, tiny=args.tiny)
             found = measure(name, folder, rate, args) if is_work else attention_rows(tiny=args.tiny)
             print_table(found)
             rows += found
     print_table(rows)
     if args.json:
         write_json(args.json, rows)
+
+
+def write_shape(file: Path, name: str, *, tiny: bool) -> None:
+    shape = SHAPES[name]
+    if tiny:
+        shape = shape | (TINY_QWEN35 if name else TINY)
+    file.write_text(json.dumps(shape), encoding="utf-8")
 
 
 def measure(name: str, folder: str, rate: float, args: argparse.Namespace) -> list[Row]:
@@ -231,9 +282,18 @@ def useful_flop(engine: ArchonEngine, work: Work) -> float:
     args = engine.model.args
     body = sum(p.numel() for p in engine.model.layers.parameters() if p.ndim == 2)
     matrices = body + args.vocab_size * args.dim
-    attention = 2 * args.n_layers * args.n_heads * args.head_dim * sum(s * s for s in work.lengths)
-    forward = 2 * matrices * sum(work.lengths) + attention
+    heads = len(args.attention_layers) * args.n_heads * args.head_dim
+    attention = 2 * heads * sum(s * s for s in work.lengths)
+    forward = 2 * matrices * sum(work.lengths) + attention + delta_flop(args) * sum(work.lengths)
     return (3 if work.trains else 1) * forward
+
+
+def delta_flop(args: DecoderArgs) -> int:
+    """Of one token in all layers with the delta rule."""
+    if args.delta is None:
+        return 0
+    sizes = args.delta
+    return 6 * len(sizes.layers) * sizes.num_value_heads * sizes.key_dim * sizes.value_dim
 
 
 def peak_extra_bytes(engine: ArchonEngine, num_tokens: int) -> float:

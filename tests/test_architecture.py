@@ -242,6 +242,9 @@ NEEDS = {
     "triton": (
         "areal.engine.native.cuda",
         "areal.engine.train.logprob_kernels",
+        "areal.models.common.delta_chunk_kernels",
+        "areal.models.common.delta_conv_kernels",
+        "areal.models.common.delta_kernels",
         "areal.models.common.fp8_kernels",
         "areal.models.common.invariant_matmul",
     ),

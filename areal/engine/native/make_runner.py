@@ -10,6 +10,7 @@ from areal.engine.native.kv_cache import MIN_STATES, STATES_OF_PREFIX, STATES_OF
 from areal.engine.native.state_cache import state_bytes
 from areal.engine.native.torch_runner import TorchRunner
 from areal.models.common.decoder import DecoderBlock
+from areal.models.common.delta_rule import has_tiles
 
 if TYPE_CHECKING:
     from areal.engine.native.adapters import AdapterBank
@@ -41,8 +42,9 @@ def make_runner(
     """
     weight_device = model.embedding_weight.device
     on_cuda = weight_device.type == "cuda"
-    # Experts and FP8 have no batch-invariant kernels.
-    is_refused = batch_invariant and (model.args.moe is not None or model.has_fp8_cache)
+    # Experts, recurrent layers and FP8 have no batch-invariant kernels.
+    is_special = model.args.moe is not None or model.args.delta is not None or model.has_fp8_cache
+    is_refused = batch_invariant and is_special
     if not on_cuda or is_refused or not kernels_take(model):
         if on_cuda and batch_invariant:
             raise ValueError(
@@ -62,16 +64,26 @@ def make_runner(
 
     tokens = max_prefill_tokens or _CUDA_PREFILL_TOKENS
     return CudaRunner(
-        model, table, max_prefill_tokens=tokens, batch_invariant=batch_invariant, **cache
+        model,
+        table,
+        max_prefill_tokens=tokens,
+        batch_invariant=batch_invariant,
+        num_states=num_states,
+        **cache,
     )
 
 
 def kernels_take(model: Decoder) -> bool:
     """Whether the kernels support it: what args describe, but for latent attention, for experts
-    beyond a plain choice of the most probable, and for blocks of a family's own."""
+    beyond a plain choice of the most probable, for blocks of a family's own other than hybrid ones,
+    and for recurrent layers in FP8, over ranks or of heads that are no tiles."""
     args = model.args
-    has_plain_experts = args.moe is None or args.moe.is_plain
-    return type(model).block_class is DecoderBlock and args.latent is None and has_plain_experts
+    if args.latent is not None or not (args.moe is None or args.moe.is_plain):
+        return False
+    if args.delta is None:
+        return type(model).block_class is DecoderBlock
+    is_whole = not model.has_fp8_cache and model.share is None and bool(args.attention_layers)
+    return is_whole and has_tiles(args.delta)
 
 
 def default_num_pages(model: Decoder, *, page_size: int, max_running: int) -> int:

@@ -268,8 +268,11 @@ class Scheduler:
         if sequence in self.decoding and sequence.cache_age == self.prefixes.num_updates:
             cached = (*sequence.prompt_key, *sequence.output_tokens[:-1])
             border = len(cached) // self.pool.page_size * self.pool.page_size
-            # A border within the prompt is the prefix's, and marked by it.
-            mark = sequence.mark if border > len(sequence.prompt_key) else None
+            # A border within the prompt is the prefix's, and marked by it. A runner that is ahead
+            # may have marked the next border, after tokens that are none of the sequence's.
+            computed = int(self.slots.num_tokens[sequence.slot]) - 1
+            has_mark = border > len(sequence.prompt_key) and computed - border < self.pool.page_size
+            mark = sequence.mark if has_mark else None
             self.prefixes.keep(cached, sequence.pages, sequence.adapter, mark)
         self.release(sequence)
 

@@ -40,30 +40,32 @@ if TYPE_CHECKING:
 
 
 class StateCache:
-    """States by layer, as `[S, W - 1, X]` and, in float32, `[S, N, K, V]`."""
+    """States by layer (`row_of` has its number), as `[S, W - 1, X]` and, in float32,
+    `[S, N, K, V]`."""
 
     def __init__(self, model: Decoder, num_states: int) -> None:
         args, weight = model.args, model.embedding_weight
         sizes = args.delta_args
-        self._row = {layer: row for row, layer in enumerate(sorted(sizes.layers))}
+        self.row_of = {layer: row for row, layer in enumerate(sorted(sizes.layers))}
         rows_shape, matrix_shape = _shapes(sizes)
-        layers = len(self._row)
-        self._rows = weight.new_zeros(layers, num_states, *rows_shape)
-        self._matrices = weight.new_zeros(layers, num_states, *matrix_shape, dtype=torch.float32)
+        layers = len(self.row_of)
+        self.rows = weight.new_zeros(layers, num_states, *rows_shape)
+        self.matrices = weight.new_zeros(layers, num_states, *matrix_shape, dtype=torch.float32)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        for states in (self._rows, self._matrices):
-            states.index_copy_(1, target, states.index_select(1, source))
+        # Layer by layer: between the two there is a copy of what is copied.
+        for states in (*self.rows, *self.matrices):
+            states.index_copy_(0, target, states.index_select(0, source))
 
     def recur(
         self, layer: int, inputs: DeltaInputs, sizes: DeltaArgs, rows: StateRows
     ) -> torch.Tensor:
         """[T, N, V]; zeros for rows of no sequence."""
-        row = self._row[layer]
-        heads = self._convolved(self._rows[row], inputs, sizes, rows)
+        row = self.row_of[layer]
+        heads = self._convolved(self.rows[row], inputs, sizes, rows)
         qkv_TX = inputs.qkv_TX
         out_TNV = heads.v_TNV.new_zeros(len(qkv_TX), *heads.v_TNV.shape[1:])
-        states, beta_TN = self._matrices[row], inputs.beta_TN.float()
+        states, beta_TN = self.matrices[row], inputs.beta_TN.float()
         kept_TN = inputs.decay_TN.exp()
         state_RNKV = states[rows.read_R]
         for number, row_R in enumerate(rows.rows_of_step):

@@ -34,7 +34,7 @@ import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cached_property
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -42,10 +42,18 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from areal.models.common.args import DecoderArgs, DeltaArgs
-from areal.models.common.delta_rule import ChunkLayout, DeltaInputs, recur_packed
+from areal.models.common.delta_rule import (
+    ChunkLayout,
+    DeltaInputs,
+    has_tiles,
+    recur_packed,
+)
 from areal.models.common.fp8 import round_heads
 from areal.models.common.norm import make_norm
 from areal.models.common.rope import rotate
+
+if TYPE_CHECKING:
+    from areal.models.common.delta_kernels import Chunks
 
 # Shorter blocks would recompute more keys than their own for small windows.
 _MIN_QUERY_BLOCK = 256
@@ -105,11 +113,21 @@ class PackedAttention:
 
     def recur(self, layer: int, inputs: DeltaInputs, sizes: DeltaArgs) -> torch.Tensor:
         """The gated delta rule (delta_rule.py), each sequence from a state of zeros."""
-        return recur_packed(inputs, sizes, self.positions_T, self._chunk_layout)
+        if not (inputs.qkv_TX.is_cuda and has_tiles(sizes)):
+            return recur_packed(inputs, sizes, self.positions_T, self._chunk_layout)
+        from areal.models.common.delta_kernels import recur_by_kernels  # needs Triton
+
+        return recur_by_kernels(inputs, sizes, self.positions_T, self._chunks)
 
     @cached_property
     def _chunk_layout(self) -> ChunkLayout:
         return ChunkLayout.of(self._lengths, self.positions_T.device)
+
+    @cached_property
+    def _chunks(self) -> Chunks:
+        from areal.models.common.delta_kernels import Chunks  # needs Triton
+
+        return Chunks.of(self._lengths, self.positions_T.device)
 
     def _by_packed_kernel(
         self,

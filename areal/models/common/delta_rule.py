@@ -2,9 +2,10 @@
 
     S = exp(g_t) S;   S = S + k_t u_t',  u_t = beta_t (v_t - S' k_t);   out_t = S' q_t
 
-`recur_packed` computes it for packed sequences, differentiable, in chunks of C tokens: within a
-chunk the corrections u solve a triangular system, so that only the states between chunks are
-computed one after the other. With G the sum of g since the chunk began and S0 the state there:
+`recur_packed` computes it for packed sequences, differentiable, in chunks of C tokens (in plain
+torch; on a GPU delta_kernels.py does): within a chunk the corrections u solve a triangular system,
+so that only the states between chunks are computed one after the other. With G the sum of g since
+the chunk began and S0 the state there:
 
     (I + L) U = beta (V - exp(G) K S0),   L_ij = beta_i exp(G_i - G_j) k_i.k_j  for j < i
     out_i = exp(G_i) S0' q_i + sum over j <= i of exp(G_i - G_j) (q_i.k_j) u_j
@@ -34,7 +35,7 @@ import torch.nn.functional as F
 from areal.models.common.args import DeltaArgs
 
 CHUNK = 64
-_NORM_EPS = 1e-6  # of the lengths of queries and keys
+NORM_EPS = 1e-6  # of the lengths of queries and keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,12 @@ class ChunkLayout:
         return x_MNC.transpose(1, 2).flatten(0, 1).index_select(0, self.place_T)
 
 
+def has_tiles(sizes: DeltaArgs) -> bool:
+    """Whether delta_kernels.py computes such heads: a tile of one is a power of two, and a program
+    holds several."""
+    return all(dim in (16, 32, 64, 128) for dim in (sizes.key_dim, sizes.value_dim))
+
+
 def recur_packed(
     inputs: DeltaInputs, sizes: DeltaArgs, positions_T: torch.Tensor, layout: ChunkLayout
 ) -> torch.Tensor:
@@ -133,7 +140,7 @@ def split_heads(qkv_TX: torch.Tensor, sizes: DeltaArgs) -> DeltaHeads:
 
     def unit(x_TX: torch.Tensor) -> torch.Tensor:
         x_THK = x_TX.unflatten(-1, (-1, sizes.key_dim))
-        x_THK = x_THK * torch.rsqrt((x_THK * x_THK).sum(-1, keepdim=True) + _NORM_EPS)
+        x_THK = x_THK * torch.rsqrt((x_THK * x_THK).sum(-1, keepdim=True) + NORM_EPS)
         return x_THK if group == 1 else x_THK.repeat_interleave(group, dim=1)
 
     v_TNV = v_TX.unflatten(-1, (-1, sizes.value_dim))

@@ -1,18 +1,14 @@
-"""The decoder of models/common as a CUDA step runs it: paged cache, fused form, module form.
-
-`PagedCache` holds keys and values as `[num_pages, K, page_size, H]` per layer. A (page, head) is
-contiguous, so a kernel that reads one head of a sequence reads whole pages. An FP8 cache has a
-scale for every token and head. Of a model with experts it has those of every position, too
-(expert_cache.py).
+"""The decoder of models/common as a CUDA step runs it: fused form, module form.
 
 `FusedDecoder` computes `Decoder.forward` with few kernels, on the same parameters: projections that
 read the same input are adjacent in memory (`fuse_linears`), and each parameter becomes a view. So
 loading a weight by name writes where the kernels read, captured graphs stay valid, and a trainer
 that owns the module is not affected. A block is what its args say (norms, activation, window,
-rope): `_Block` holds it as data, so a family whose args express it needs no code here. `forward`
-takes any number of rows; it decides who computes matrix products (`Products`). `forward_few` is
-for 1 to 8 rows, where a step is bound by reading the weights: each kernel reads them once, norm and
-activation included. Experts have kernels of their own (feed_forward.py).
+rope): `_Block` holds it as data, so a family whose args express it needs no code here; what it has
+before the feed-forward is its mixer (mixers.py). `forward` takes any number of rows; it decides who
+computes matrix products (`Products`). `forward_few` is for 1 to 8 rows, where a step is bound by
+reading the weights: each kernel reads them once, norm and activation included. Experts have kernels
+of their own (feed_forward.py).
 
 `ModuleDecoder` has the interface of `FusedDecoder` without `forward_few`, for batch-invariant
 numerics: it runs the module itself, whose linear layers are `InvariantLinear`, op by op as the
@@ -24,77 +20,38 @@ with experts, K experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from areal.engine.native.cuda.block_kernels import (
-    Norm,
-    add_rms_norm,
-    rms_norm,
-    rope_and_cache,
-    softcap_,
-)
+from areal.engine.native.cuda.block_kernels import add_rms_norm, rms_norm, softcap_
 from areal.engine.native.cuda.feed_forward import DenseLayer, ExpertLayer, FeedForwardLayer
-from areal.engine.native.cuda.fp8_tensors import CacheScales, Fp8Rows
-from areal.engine.native.cuda.linear import Products, fuse_linears
+from areal.engine.native.cuda.fp8_tensors import Fp8Rows
+from areal.engine.native.cuda.linear import Products
+from areal.engine.native.cuda.mixers import (
+    Attend,
+    AttentionMixer,
+    Rotation,
+    Step,
+    make_mixer,
+    norm_of,
+)
+from areal.engine.native.cuda.paged_cache import PagedCache
 from areal.engine.native.cuda.routing import router_arrivals
 from areal.engine.native.cuda.skinny_linear import SkinnyWorkspace
 from areal.engine.native.cuda.small_linear import norm_linear, small_linear
-from areal.engine.native.expert_cache import ExpertCache
+from areal.engine.native.cuda.states import Recur
 from areal.models.common.args import DecoderArgs
-from areal.models.common.attention import Attention
 from areal.models.common.decoder import Decoder, DecoderBlock, float32_logits, softcap
-from areal.models.common.fp8 import FP8
 from areal.models.common.invariant import invariant_logits, make_invariant
 from areal.models.common.moe import MoE
 from areal.models.vision.tower import Sight
-
-
-class PagedCache:
-    def __init__(self, model: Decoder, *, num_pages: int, page_size: int) -> None:
-        args = model.args
-        shape = (args.n_layers, 2, num_pages, args.n_kv_heads, page_size, args.head_dim)
-        # Zeros: a masked position is multiplied by 0, and 0 * NaN is NaN.
-        weight = model.embedding_weight
-        is_fp8 = model.has_fp8_cache
-        self._cache = weight.new_zeros(shape, dtype=FP8 if is_fp8 else weight.dtype)
-        # By layer, keys or values, page, head and token.
-        self._scales = weight.new_zeros(shape[:-1], dtype=torch.float32) if is_fp8 else None
-        self.page_size = page_size
-        self.experts = args.moe and ExpertCache(
-            args.moe, num_pages=num_pages, page_size=page_size, device=weight.device
-        )
-
-    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = self._cache[layer]
-        return keys, values
-
-    def scales(self, layer: int) -> CacheScales | None:
-        """Of an FP8 cache."""
-        return None if self._scales is None else CacheScales(*self._scales[layer])
-
-    def copy_pages(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy pages `sources` to pages `targets`, in all layers."""
-        parts = [self._cache]
-        if self._scales is not None:
-            parts = [self._cache.view(torch.uint8), self._scales]  # torch indexes no FP8
-        for part in parts:
-            part.index_copy_(2, targets, part.index_select(2, sources))
-        if self.experts is not None:
-            self.experts.copy_pages(sources, targets)
-
 
 MAX_FEW_ROWS = 8
 MAX_FEW_EXPERT_ROWS = 4  # more rows share experts, which `forward` reads once
 # Up to here a matrix product is bound by reading the weights, where cuBLAS is slower.
 MAX_SKINNY_ROWS = 64
-
-# attend(layer, q_TNH, out_TNH) writes `out`; keys and values are already in the cache.
-Attend = Callable[[int, torch.Tensor, torch.Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,31 +63,26 @@ class Rows:
     write_T: torch.Tensor  # flat cache position of each row's key and value
     sight: Sight | None = None  # embeddings that replace those of `sight_rows_I`
     sight_rows_I: torch.Tensor | None = None  # int64
-
-
-# cos and sin [T, R]
-_Rotation = tuple[torch.Tensor, torch.Tensor]
+    recur: Recur | None = None  # of a model with recurrent layers
 
 
 class _Block:
     def __init__(
-        self, block: DecoderBlock, args: DecoderArgs, feed_forward: FeedForwardLayer
+        self,
+        block: DecoderBlock,
+        args: DecoderArgs,
+        cache: PagedCache,
+        feed_forward: FeedForwardLayer,
     ) -> None:
-        attention = block.attention
-        assert isinstance(attention, Attention), "`kernels_take` lets no other kind through"
-        self.qkv, self.qkv_bias = fuse_linears([attention.wq, attention.wk, attention.wv])
-        self.wo = attention.wo
+        out_norms = (block.attention_out_norm, block.ffn_out_norm)
+        self.mixer = make_mixer(block.attention, args, cache)
         self.feed_forward = feed_forward
-        self.attention_norm = _norm(block.attention_norm, args)
-        self.attention_out_norm = block.attention_out_norm and _norm(block.attention_out_norm, args)
-        self.ffn_norm = _norm(block.ffn_norm, args)
-        self.ffn_out_norm = block.ffn_out_norm and _norm(block.ffn_out_norm, args)
-        self.q_norm = attention.q_norm and _norm(attention.q_norm, args)
-        self.k_norm = attention.k_norm and _norm(attention.k_norm, args)
-        self.has_window = attention.window is not None
+        self.attention_norm = norm_of(block.attention_norm, args)
+        self.ffn_norm = norm_of(block.ffn_norm, args)
+        self.attention_out_norm, self.ffn_out_norm = (n and norm_of(n, args) for n in out_norms)
 
 
-def _fused_blocks(model: Decoder) -> list[_Block]:
+def _fused_blocks(model: Decoder, cache: PagedCache) -> list[_Block]:
     args, arrivals = model.args, router_arrivals(model.embedding_weight.device)
     ranks = None if model.share is None else model.share.ranks
     blocks, num_sparse = [], 0
@@ -141,12 +93,8 @@ def _fused_blocks(model: Decoder) -> list[_Block]:
             num_sparse += 1
         else:
             layer = DenseLayer(mlp, args.activation)
-        blocks.append(_Block(block, args, layer))
+        blocks.append(_Block(block, args, cache, layer))
     return blocks
-
-
-def _norm(module: nn.RMSNorm, args: DecoderArgs) -> Norm:
-    return Norm(module.weight, args.norm_eps, offset=1.0 if args.zero_centered_norms else 0.0)
 
 
 class FusedDecoder:
@@ -155,10 +103,10 @@ class FusedDecoder:
         assert model.tok_embeddings is not None, "a whole model, not a stage of a pipeline"
         self._model = model
         self._embed = model.tok_embeddings
-        self._norm = _norm(model.norm, model.args)
+        self._norm = norm_of(model.norm, model.args)
         self._cache = cache
         self._args = model.args
-        self._blocks = _fused_blocks(model)
+        self._blocks = _fused_blocks(model, cache)
         # The kernels for few rows support no feed-forward bias and no tensor parallelism.
         self._is_plain = not model.args.mlp_bias and model.share is None
         self._is_fp8 = model.has_fp8_cache
@@ -180,7 +128,7 @@ class FusedDecoder:
                 rows.sight.deepstack,
             )
             residual_TD = residual_TD.index_copy(0, rows.sight_rows_I, embedded_ID)
-        rotations = self._rotations(rows.positions_T)
+        step = Step(self._rotations(rows.positions_T), rows.write_T, attend, rows.recur)
         normed_TD = torch.empty_like(residual_TD)
         read_TD = Fp8Rows.like(residual_TD) if self._is_fp8 else normed_TD
         rms_norm(residual_TD, self._blocks[0].attention_norm, read_TD)
@@ -188,9 +136,7 @@ class FusedDecoder:
         routed_TLK = self._new_routed(len(residual_TD))
         products = self._products(residual_TD)
         for layer, (block, next_norm) in enumerate(zip(self._blocks, next_norms, strict=True)):
-            qkv_TX = products.project(read_TD, block.qkv, block.qkv_bias)
-            attended = self._attention(layer, block, qkv_TX, rotations, rows.write_T, attend)
-            out_TD = products.project_back(attended, block.wo)
+            out_TD = block.mixer.forward(read_TD, products, step)
             add_rms_norm(out_TD, residual_TD, block.ffn_norm, read_TD, block.attention_out_norm)
             out = block.feed_forward.forward(read_TD, routed_TLK, products)
             if layer < len(deepstack):
@@ -205,15 +151,16 @@ class FusedDecoder:
     def forward_few(self, rows: Rows, attend: Attend) -> torch.Tensor:
         """The same where `can_run_few`."""
         x_TD = self._embed(rows.tokens_T)
-        rotations = self._rotations(rows.positions_T)
+        step = Step(self._rotations(rows.positions_T), rows.write_T, attend, None)
         routed_TLK = self._new_routed(len(x_TD))
-        for layer, block in enumerate(self._blocks):
-            qkv_TX = x_TD.new_empty(len(x_TD), len(block.qkv))
-            assert isinstance(block.qkv, torch.Tensor), "FP8 has no kernels for few rows"
-            norm_linear(x_TD, block.attention_norm, block.qkv, block.qkv_bias, qkv_TX)
-            attended = self._attention(layer, block, qkv_TX, rotations, rows.write_T, attend)
-            after_TD = torch.empty_like(x_TD)
-            small_linear(attended, block.wo.weight, block.wo.bias, after_TD, x_TD)
+        for block in self._blocks:
+            mixer = block.mixer
+            assert isinstance(mixer, AttentionMixer), "see `can_run_few`"
+            qkv_TX = x_TD.new_empty(len(x_TD), len(mixer.qkv))
+            assert isinstance(mixer.qkv, torch.Tensor), "FP8 has no kernels for few rows"
+            norm_linear(x_TD, block.attention_norm, mixer.qkv, mixer.qkv_bias, qkv_TX)
+            after_TD, wo = torch.empty_like(x_TD), mixer.wo
+            small_linear(mixer.attended(qkv_TX, step), wo.weight, wo.bias, after_TD, x_TD)
             x_TD = block.feed_forward.forward_few(after_TD, block.ffn_norm, routed_TLK)
         normed_TD = torch.empty_like(x_TD)
         rms_norm(x_TD, self._norm, normed_TD)
@@ -221,9 +168,12 @@ class FusedDecoder:
         return normed_TD
 
     def can_run_few(self, num_rows: int) -> bool:
-        """Not with norms between a product and the residual add, which fuses the two, or in FP8."""
-        most = MAX_FEW_ROWS if self._args.moe is None else MAX_FEW_EXPERT_ROWS
-        return num_rows <= most and self._is_plain and not (self._args.out_norms or self._is_fp8)
+        """Not with norms between a product and the residual add, which fuses the two, in FP8, or
+        with gates after attention."""
+        args = self._args
+        most = MAX_FEW_ROWS if args.moe is None else MAX_FEW_EXPERT_ROWS
+        is_plain = self._is_plain and args.delta is None
+        return num_rows <= most and is_plain and not (args.out_norms or self._is_fp8)
 
     def _products(self, x_TD: torch.Tensor) -> Products:
         if not self._is_plain:
@@ -246,12 +196,12 @@ class FusedDecoder:
         if self._cache.experts is not None:
             self._cache.experts.write(rows.write_T, routed_TLK)
 
-    def _rotations(self, positions_T: torch.Tensor) -> tuple[_Rotation, _Rotation]:
+    def _rotations(self, positions_T: torch.Tensor) -> tuple[Rotation, Rotation]:
         """Of layers without a window, and with one."""
         # A row that ran past its end may exceed the table; its result is dropped.
         inside_T = positions_T.clamp(max=len(self._rope_tables[0]) - 1)
 
-        def look_up(tables: _Rotation) -> _Rotation:
+        def look_up(tables: Rotation) -> Rotation:
             if inside_T.ndim == 2:
                 inside_TR = inside_T.long()[self._axes_R].T
                 return tables[0].gather(0, inside_TR), tables[1].gather(0, inside_TR)
@@ -273,27 +223,6 @@ class FusedDecoder:
         if cap is not None:
             softcap_(logits_TV, cap)
         return self._model.whole_logits(logits_TV)
-
-    def _attention(
-        self,
-        layer: int,
-        block: _Block,
-        qkv_TX: torch.Tensor,
-        rotations: tuple[_Rotation, _Rotation],
-        write_T: torch.Tensor,
-        attend: Attend,
-    ) -> torch.Tensor:
-        """[T, N * H], before the output projection."""
-        q_TNH = qkv_TX.new_empty(len(qkv_TX), self._args.n_heads, self._args.head_dim)
-        keys, values = self._cache.layer(layer)
-        cos_sin = rotations[block.has_window]
-        rope_and_cache(
-            qkv_TX, *cos_sin, write_T, keys, values, q_TNH, block.q_norm, block.k_norm,
-            self._cache.scales(layer),
-        )  # fmt: skip
-        out_TNH = torch.empty_like(q_TNH)
-        attend(layer, q_TNH, out_TNH)
-        return out_TNH.flatten(1)
 
 
 class ModuleDecoder:

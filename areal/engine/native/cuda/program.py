@@ -23,13 +23,13 @@ from areal.engine.native.cuda.decode_attention import (
     splits_for,
 )
 from areal.engine.native.cuda.decoder import (
-    Attend,
     FusedDecoder,
     ModuleDecoder,
-    PagedCache,
     Rows,
 )
 from areal.engine.native.cuda.device import device_of
+from areal.engine.native.cuda.mixers import Attend
+from areal.engine.native.cuda.paged_cache import PagedCache
 from areal.engine.native.cuda.prefill_attention import flashinfer_prefill, prefill_attention
 from areal.engine.native.cuda.prompt_attention import prompt_attention
 from areal.engine.native.cuda.sampler import DeviceSampling, SamplingWorkspace, sample_rows
@@ -40,6 +40,7 @@ from areal.engine.native.cuda.shared_prompts import (
     share_prompts,
 )
 from areal.engine.native.cuda.slots import DeviceSlots, SlotRows
+from areal.engine.native.cuda.states import DeviceStates
 from areal.engine.native.cuda.step_kernels import finish_decode, prepare_decode
 from areal.engine.native.runner import joined_sights
 from areal.models.common.invariant import row_logprobs
@@ -64,8 +65,9 @@ class DeviceProgram:
         page_size: int,
         max_rows: int,
         batch_invariant: bool,
+        num_states: int | None = None,
     ) -> None:
-        """`max_rows`: most rows of a decode step.
+        """`max_rows`: most rows of a decode step. `num_states`: of a model with recurrent layers.
 
         `batch_invariant`: one kernel per weight and no split of a row's attention, so that a row's
         bits do not depend on other rows (models/common/invariant.py).
@@ -77,6 +79,9 @@ class DeviceProgram:
         self.slots = DeviceSlots(
             table, context=context, vocab_size=args.vocab_size, device=weight.device
         )
+        self._states = None if num_states is None else DeviceStates(model, num_states)
+        if self._states is not None:
+            self.slots.state_S[-1] = self.slots.mark_S[-1] = self._states.scratch
         self._args = args
         # A drawn image token would stand for an image that is not there. None: no vision tower.
         never = never_sampled(args.vision, args.vocab_size)
@@ -94,7 +99,7 @@ class DeviceProgram:
         self._prompt_space = None
         if heads.can_share(device_of(weight.device)) and not batch_invariant:
             self._prompt_space = PromptSpace.make(max_rows, heads, weight.device)
-        keys, _ = self.cache.layer(0)
+        keys, _ = self.cache.layer(args.attention_layers[0])
         self._flashinfer = (
             None if batch_invariant else flashinfer_prefill(keys, args.n_heads, args.score_scale)
         )
@@ -189,6 +194,8 @@ class DeviceProgram:
             slot_R, slots.last_token_S, slots.num_tokens_S, slots.page_table_SP,
             self.cache.page_size, rows.tokens_T, rows.positions_T, rows.write_T,
         )  # fmt: skip
+        if self._states is not None:
+            rows = replace(rows, recur=self._states.step(slot_R, slots, self.cache.page_size))
         if self._never is not None:  # a prompt with images ends at a smaller position
             rows.positions_T.add_(slots.rotary_delta_S[slot_R.long()])
         device = device_of(self.device)
@@ -233,6 +240,10 @@ class DeviceProgram:
         source, target = self.slots.upload(np.array([sources, targets]))
         self.cache.copy_pages(source, target)
 
+    def copy_states(self, sources: list[int], targets: list[int]) -> None:
+        assert self._states is not None, "the engine has states of recurrent layers alone"
+        self._states.copy(*self.slots.upload(np.array([sources, targets])))
+
     def routed_experts(self, pages: list[int], num_tokens: int) -> np.ndarray:
         assert self.cache.experts is not None, "the engine refuses it for a dense model"
         return self.cache.experts.read(pages, num_tokens)
@@ -256,6 +267,9 @@ class DeviceProgram:
         attend = self._prefill_attend(lengths, starts, pages_CP, rows_3T[1])
         rows = Rows(rows_3T[0], rows_3T[1], rows_3T[2])
         rows = self._with_images(rows, positions, chunks)
+        if self._states is not None:
+            spans = [chunk.states for chunk in chunks]
+            rows = replace(rows, recur=self._states.prefill(lengths, spans, upload))
         return rows, attend, upload(first_row[1:] - 1)
 
     def _with_images(self, rows: Rows, positions: np.ndarray, chunks: list[Chunk]) -> Rows:

@@ -151,14 +151,17 @@ class CudaRunner:
             )
 
     def draft_length(self, num_rows: int) -> int:
-        """One less than a power of two, so that there are few graphs."""
+        """One less than a power of two, so that there are few graphs. None with states: these
+        cannot go back to before a draft that did not come true."""
+        if self._model.args.delta is not None:
+            return 0
         per_slot = MAX_DRAFT_ROWS // _bucket_of(num_rows)
         return min(1 << max(per_slot.bit_length() - 1, 0), _MAX_DRAFT) - 1
 
     def draft_cost(self, slots: np.ndarray, length: int) -> float:
         """A step reads the weights once and the cache once a row; the host waits for a `verify`."""
         args, num_rows = self._model.args, len(slots)
-        token_bytes = 2 * args.n_layers * args.n_kv_heads * args.head_dim
+        token_bytes = 2 * len(args.attention_layers) * args.n_kv_heads * args.head_dim
         cache = (
             token_bytes
             * self._model.embedding_weight.itemsize
@@ -197,7 +200,8 @@ class CudaRunner:
             self._program.copy_pages(sources, targets)
 
     def copy_states(self, sources: list[int], targets: list[int]) -> None:
-        raise NotImplementedError("the kernels compute no layers with states: see kernels_take")
+        with torch.cuda.stream(self.stream):
+            self._program.copy_states(sources, targets)
 
     def routed_experts(self, pages: list[int], num_tokens: int) -> np.ndarray:
         with torch.cuda.stream(self.stream):

@@ -35,6 +35,8 @@ class SlotRows:
     last_token_S: torch.Tensor
     num_tokens_S: torch.Tensor
     rotary_delta_S: torch.Tensor  # rotary position minus index of a token of the output
+    state_S: torch.Tensor  # of a model with recurrent layers
+    mark_S: torch.Tensor
     sampling: DeviceSampling
 
 
@@ -57,6 +59,7 @@ class DeviceSlots:
         self.last_token_S = zeros()
         self.num_tokens_S = zeros().fill_(1)
         self.rotary_delta_S = zeros()
+        self.state_S, self.mark_S = zeros(), zeros()
         self.sampling = DeviceSampling(
             temperature_S=zeros(dtype=torch.float32).fill_(1.0),
             top_k_S=zeros().fill_(_MAX_INT32),
@@ -101,6 +104,8 @@ class DeviceSlots:
             self.last_token_S,
             self.num_tokens_S,
             self.rotary_delta_S,
+            self.state_S,
+            self.mark_S,
             self.sampling,
         )
 
@@ -132,6 +137,8 @@ class DeviceSlots:
             torch.cat([newest_B1, drafts_BL.clamp(min=0)], dim=1).flatten(),
             self.num_tokens_S[slot_R] + offset_R,
             self.rotary_delta_S[slot_R],
+            self.state_S[slot_R],
+            self.mark_S[slot_R],
             sampling,
         )
 
@@ -165,6 +172,8 @@ class DeviceSlots:
         columns = {
             self.num_tokens_S: table.num_tokens,
             self.rotary_delta_S: table.rotary_delta,
+            self.state_S: table.state,
+            self.mark_S: table.mark,
             options.num_output_S: table.num_output,
             options.min_output_S: table.min_output,
             options.top_k_S: np.minimum(table.top_k, _MAX_INT32),

@@ -18,6 +18,8 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from areal.engine.native.cuda import device
+from areal.models.common.args import DeltaArgs
+from areal.models.common.delta_rule import DeltaInputs
 
 compiled: set[tuple[str, ...]] = set()
 compiling: list[str] = []  # names of models, the current one last
@@ -36,6 +38,12 @@ MODELS = {  # family, overrides of its tiny config
     "experts": ("qwen3_moe", {"head_dim": 64}),
     "heads_of_80": ("llama", {"head_dim": 80}),
     "heads_of_96": ("gemma3_text", _GEMMA | {"head_dim": 96}),
+    # Heads as Qwen3.5 has them, also for training.
+    "hybrid": (
+        "qwen3_5_text",
+        {"num_hidden_layers": 2, "head_dim": 256, "partial_rotary_factor": 0.25}
+        | {"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    ),
 }
 TYPES = {
     torch.float32: "*fp32",
@@ -87,6 +95,21 @@ def no_product(x: torch.Tensor, weight: torch.Tensor, bias=None) -> torch.Tensor
     return x.new_zeros(*x.shape[:-1], len(weight))
 
 
+def compile_training(sizes: DeltaArgs) -> None:
+    from areal.models.common.delta_kernels import Chunks, recur_by_kernels
+
+    num_tokens, heads, width = 70, sizes.num_value_heads, sum(sizes.widths)
+
+    def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, requires_grad=True)
+
+    decay = new(num_tokens, heads, dtype=torch.float32)
+    inputs = DeltaInputs(new(num_tokens, width), decay, new(num_tokens, heads), new(width, 4))
+    chunks = Chunks.of(torch.tensor([num_tokens]), torch.device("cpu"))
+    out = recur_by_kernels(inputs, sizes, torch.arange(num_tokens), chunks)
+    out.backward(torch.zeros_like(out))
+
+
 def main() -> None:
     device.OVERLAP = True  # before the kernels' modules read it
     JITFunction.run = compile_only
@@ -100,10 +123,20 @@ def main() -> None:
         family, overrides = MODELS[name]
         shape = {"hidden_size": 128, "num_hidden_layers": 1} | overrides
         model = tiny_model(family, **shape).bfloat16()
-        program = DeviceProgram(
-            model, SlotTable(96, 8), num_pages=32, page_size=16, max_rows=96, batch_invariant=False
-        )
         compiling.append(name)
+        num_states = None
+        if model.args.delta is not None:
+            num_states = 8
+            compile_training(model.args.delta)
+        program = DeviceProgram(
+            model,
+            SlotTable(96, 8),
+            num_pages=32,
+            page_size=16,
+            max_rows=96,
+            batch_invariant=False,
+            num_states=num_states,
+        )
         for num_tokens in (3, 100):  # tiles of few rows and of many
             program.prefill([Chunk([1] * num_tokens, 0, list(range(1, 8)))])
         for num_rows in (1, 4, 64, 96):  # few rows and many have kernels of their own

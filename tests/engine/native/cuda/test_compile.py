@@ -20,7 +20,9 @@ def cache(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["qwen3", "experts", "gemma3", "heads_of_80", "heads_of_96"])
+@pytest.mark.parametrize(
+    "model", ["qwen3", "experts", "gemma3", "heads_of_80", "heads_of_96", "hybrid"]
+)
 def test_prefill_and_decode_compile_for_an_h200(model, cache):
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     paths = [str(TESTS), str(TESTS.parent)]
@@ -36,6 +38,8 @@ def test_prefill_and_decode_compile_for_an_h200(model, cache):
     kernels = {kernel for _, kernel, _ in lines}
     attention = {"_decode_kernel", "_prefill_kernel", "_prompt_kernel"}
     assert attention | {"cut_kernel", "race_kernel", "_few_rows_kernel"} <= kernels
+    hybrid = {"solve_back_kernel", "states_kernel", "_recur_kernel", "_gated_rope_kernel"}
+    assert hybrid & kernels == (hybrid if model == "hybrid" else set())
     assert all(int(shared_bytes) <= SHARED_BYTES for _, _, shared_bytes in lines)
     few, many = {"_norm_router_kernel", "_gate_up_kernel", "_down_kernel"}, {"_router_kernel"}
     experts = few | many | {"_group_kernel", "_expert_kernel"}

@@ -6,7 +6,8 @@ import pytest
 import torch
 from tiny import tiny_model
 
-from areal.engine.native.cuda.decoder import FusedDecoder, PagedCache, Rows
+from areal.engine.native.cuda.decoder import FusedDecoder, Rows
+from areal.engine.native.cuda.paged_cache import PagedCache
 
 OPTIONS = {"head_dim": 16, "num_hidden_layers": 3, "mlp_only_layers": [1]}
 VARIANTS = [{}, {"norm_topk_prob": False, "num_experts": 6, "num_experts_per_tok": 3}]

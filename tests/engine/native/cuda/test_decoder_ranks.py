@@ -64,7 +64,8 @@ def run_rank(rank, store, family, folder, results) -> None:
 @torch.inference_mode()
 def forward(model):
     """Hidden states and logits of a few tokens; attention is left out, each head is by itself."""
-    from areal.engine.native.cuda.decoder import FusedDecoder, PagedCache, Rows
+    from areal.engine.native.cuda.decoder import FusedDecoder, Rows
+    from areal.engine.native.cuda.paged_cache import PagedCache
 
     decoder = FusedDecoder(model, PagedCache(model, num_pages=4, page_size=4))
     assert decoder.can_run_few(3) == (model.share is None)

@@ -42,6 +42,13 @@ MODELS = {
     "heads_of_80": ("llama", _COMMON | {"head_dim": 80, "mlp_bias": True}),
     "heads_of_96": ("qwen3", _COMMON | {"head_dim": 96}),
     "heads_of_192": ("qwen2", _COMMON | {"head_dim": 192}),
+    "hybrid": (
+        "qwen3_5_text",
+        _COMMON
+        | {"head_dim": 256, "full_attention_interval": 4, "partial_rotary_factor": 0.25}
+        | {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        | {"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    ),
 }
 
 

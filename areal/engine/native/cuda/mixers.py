@@ -1,0 +1,136 @@
+"""What a fused decoder block has before its feed-forward: attention, gated attention, delta rule.
+
+    out_TD = mixer.forward(normed_TD, products, step)
+
+A mixer reads the parameters of its module, or tensors these are views of (linear.py). What other
+tokens matter for belongs to the caller: `Step.attend` and, of recurrent layers, `Rows.recur`.
+
+Shape legend: T rows, D model dim, N query heads, K key/value heads, H head dim, X channels of the
+delta rule, Y columns of all its projections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from areal.engine.native.cuda.block_kernels import Norm, rope_and_cache
+from areal.engine.native.cuda.fp8_tensors import Fp8Rows
+from areal.engine.native.cuda.hybrid_kernels import DeltaGates, gated_rope
+from areal.engine.native.cuda.linear import Products, fuse_linears
+from areal.engine.native.cuda.paged_cache import PagedCache
+from areal.engine.native.cuda.states import DeltaWeights, Recur
+from areal.models.common.args import DecoderArgs
+from areal.models.common.attention import Attention, AttentionLayer
+from areal.models.common.gated_layers import GatedAttention, GatedDelta
+
+# attend(layer, q_TNH, out_TNH) writes `out`; keys and values are already in the cache.
+Attend = Callable[[int, torch.Tensor, torch.Tensor], None]
+# cos and sin [T, R]
+Rotation = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What the mixers of one forward share."""
+
+    rotations: tuple[Rotation, Rotation]  # of layers without a window, and with one
+    write_T: torch.Tensor  # flat cache position of each row's key and value
+    attend: Attend
+    recur: Recur | None
+
+
+class Mixer(Protocol):
+    def forward(
+        self, normed_TD: torch.Tensor | Fp8Rows, products: Products, step: Step
+    ) -> torch.Tensor:
+        """[T, D]"""
+        ...
+
+
+def make_mixer(attention: AttentionLayer, args: DecoderArgs, cache: PagedCache) -> Mixer:
+    if isinstance(attention, GatedDelta):
+        return DeltaMixer(attention)
+    if isinstance(attention, GatedAttention):
+        return GatedAttentionMixer(attention, args, cache)
+    assert isinstance(attention, Attention), "`kernels_take` lets no other kind through"
+    return AttentionMixer(attention, args, cache)
+
+
+def norm_of(module: nn.RMSNorm, args: DecoderArgs) -> Norm:
+    return Norm(module.weight, args.norm_eps, offset=1.0 if args.zero_centered_norms else 0.0)
+
+
+class AttentionMixer:
+    def __init__(self, attention: Attention, args: DecoderArgs, cache: PagedCache) -> None:
+        self.qkv, self.qkv_bias = fuse_linears([attention.wq, attention.wk, attention.wv])
+        self.wo = attention.wo
+        self._layer, self._cache = attention.layer, cache
+        self._heads = (args.n_heads, args.head_dim)
+        self._q_norm = attention.q_norm and norm_of(attention.q_norm, args)
+        self._k_norm = attention.k_norm and norm_of(attention.k_norm, args)
+        self._has_window = attention.window is not None
+
+    def forward(
+        self, normed_TD: torch.Tensor | Fp8Rows, products: Products, step: Step
+    ) -> torch.Tensor:
+        qkv_TX = products.project(normed_TD, self.qkv, self.qkv_bias)
+        return products.project_back(self.attended(qkv_TX, step), self.wo)
+
+    def attended(self, qkv_TX: torch.Tensor, step: Step) -> torch.Tensor:
+        """[T, N * H], before the output projection."""
+        q_TNH = qkv_TX.new_empty(len(qkv_TX), *self._heads)
+        keys, values = self._cache.layer(self._layer)
+        rope_and_cache(
+            qkv_TX, *step.rotations[self._has_window], step.write_T, keys, values, q_TNH,
+            self._q_norm, self._k_norm, self._cache.scales(self._layer),
+        )  # fmt: skip
+        out_TNH = torch.empty_like(q_TNH)
+        step.attend(self._layer, q_TNH, out_TNH)
+        return out_TNH.flatten(1)
+
+
+class GatedAttentionMixer:
+    def __init__(self, attention: GatedAttention, args: DecoderArgs, cache: PagedCache) -> None:
+        assert attention.q_norm is not None and attention.k_norm is not None
+        self._qkv, self._bias = fuse_linears([attention.wq, attention.wk, attention.wv])
+        self._wo = attention.wo
+        self._layer, self._cache = attention.layer, cache
+        self._heads = (args.n_heads, args.head_dim)
+        self._norms = norm_of(attention.q_norm, args), norm_of(attention.k_norm, args)
+
+    def forward(
+        self, normed_TD: torch.Tensor | Fp8Rows, products: Products, step: Step
+    ) -> torch.Tensor:
+        qkv_TX = products.project(normed_TD, self._qkv, self._bias)
+        num_heads, head_dim = self._heads
+        q_TNH = qkv_TX.new_empty(len(qkv_TX), num_heads, head_dim)
+        cache = self._cache.layer(self._layer)
+        gated_rope(qkv_TX, *step.rotations[0], step.write_T, *cache, q_TNH, *self._norms)
+        out_TNH = torch.empty_like(q_TNH)
+        step.attend(self._layer, q_TNH, out_TNH)
+        both_TN2H = qkv_TX[:, : 2 * num_heads * head_dim].unflatten(1, (num_heads, 2, head_dim))
+        gated_TNH = out_TNH * torch.sigmoid(both_TN2H[:, :, 1])
+        return products.project_back(gated_TNH.flatten(1), self._wo)
+
+
+class DeltaMixer:
+    def __init__(self, delta: GatedDelta) -> None:
+        linears = [delta.in_qkv, delta.in_gate, delta.in_beta, delta.in_decay]
+        self._projection, _ = fuse_linears(linears)
+        self._out = delta.out
+        eps = delta.norm.eps
+        assert eps is not None, "the family's norms have one"
+        gates = DeltaGates(delta.log_rate, delta.decay_bias, Norm(delta.norm.weight, eps))
+        self._weights = DeltaWeights(delta.layer, delta.kernel.detach()[:, 0], gates)
+
+    def forward(
+        self, normed_TD: torch.Tensor | Fp8Rows, products: Products, step: Step
+    ) -> torch.Tensor:
+        assert step.recur is not None, "the program has states of such a model"
+        projected_TY = products.project(normed_TD, self._projection, None)
+        return products.project_back(step.recur(self._weights, projected_TY), self._out)
