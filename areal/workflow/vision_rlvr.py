@@ -17,13 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from areal.api.image_references import MULTI_MODAL_KEY, ShownImage, references
 from areal.api.io_struct import Sample
 from areal.api.workflow_api import GroupResult, RolloutWorkflow
 from areal.api.workflow_context import episode, workflow_context
 from areal.models.vision.processor import ImageProcessor, load_processor
-from areal.run.images import ImageStore, references
+from areal.run.images import ImageStore
 from areal.utils import stats_tracker
-from areal.utils.data import MULTI_MODAL_KEY, concat_padded_tensors
+from areal.utils.data import concat_padded_tensors
 from areal.workflow.chat import ChatTurn, Prompt
 from areal.workflow.image_chat import chat_of, images_of
 from areal.workflow.multi_turn import FEEDBACK, feedback_ids
@@ -178,18 +179,19 @@ class VisionRLVRWorkflow(RolloutWorkflow):
         images = images_of(data)
         prompt = await self._turn.prompt(data)
         # In a thread: files are flushed to disk, and another process decodes.
-        digests, grids = await asyncio.to_thread(self._keep, images)
+        shown = await asyncio.to_thread(self._keep, images)
         return _Question(
             prompt,
-            self.processor.expand(prompt.ids, grids),
+            self.processor.expand(prompt.ids, [one.grid for one in shown]),
             chat_of(data),
             [base64.b64encode(image).decode() for image in images],
-            references(digests, grids),
+            references(shown),
         )
 
-    def _keep(self, images: list[bytes]) -> tuple[list[bytes], list[Any]]:
+    def _keep(self, images: list[bytes]) -> list[ShownImage]:
         grids = [self.processor.grid_of(image) for image in images]  # first: it refuses bad ones
-        return [self._store.add(image) for image in images], grids
+        digests = [self._store.add(image) for image in images]
+        return [ShownImage(*pair) for pair in zip(digests, grids, strict=True)]
 
     def _record(self, reward: float, num_turns: int) -> None:
         stats = stats_tracker.get(workflow_context.stat_scope())
