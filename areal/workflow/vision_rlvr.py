@@ -21,7 +21,7 @@ from areal.api.image_references import MULTI_MODAL_KEY, ShownImage, references
 from areal.api.io_struct import Sample
 from areal.api.workflow_api import GroupResult, RolloutWorkflow
 from areal.api.workflow_context import episode, workflow_context
-from areal.models.vision.processor import ImageProcessor, load_processor
+from areal.models.vision.processor import image_processor_of
 from areal.run.images import ImageStore
 from areal.utils import stats_tracker
 from areal.utils.data import concat_padded_tensors
@@ -50,11 +50,11 @@ class _Question:
 class VisionRLVRWorkflow(RolloutWorkflow):
     """Episodes about images, scored by a reward function.
 
-    `processor` is the model's folder or hub name, or an `ImageProcessor`; `image_folder` is where
-    images are kept (a run's: RunPaths.images). Rows have `messages` with {"type": "image"} parts
-    and `images` in their order: encoded bytes, base64, `data:` URLs or PIL images. A row's other
-    columns reach the reward function as keywords. The remaining arguments are those of
-    `RLVRWorkflow` and `MultiTurnWorkflow`.
+    `processor` is the model's folder or hub name, transformers' `AutoProcessor` of it, or an
+    `ImageProcessor`; `image_folder` is where images are kept (a run's: RunPaths.images). Rows have
+    `messages` with {"type": "image"} parts and `images` in their order: encoded bytes, base64,
+    `data:` URLs or PIL images. A row's other columns reach the reward function as keywords. The
+    remaining arguments are those of `RLVRWorkflow` and `MultiTurnWorkflow`.
     """
 
     def __init__(
@@ -86,14 +86,7 @@ class VisionRLVRWorkflow(RolloutWorkflow):
             reward_kwargs=reward_kwargs,
         )
         self.tokenizer = self._turn.tokenizer
-        if isinstance(processor, str | Path):
-            processor = load_processor(processor, self.tokenizer)
-        if not isinstance(processor, ImageProcessor):
-            raise ValueError(
-                "processor: expected the model's folder or hub name, or an ImageProcessor of "
-                f"areal.models.vision.processor, got {type(processor).__name__}"
-            )
-        self.processor = processor
+        self.processor = image_processor_of(processor, self.tokenizer)
         self._store = ImageStore(image_folder)
         self._feedback, self._feedback_ids = {"role": "user", "content": feedback}, []
         if max_turns > 1:
