@@ -23,6 +23,7 @@ from areal.models.family_args import (
     Qwen3ModelArgs,
     Qwen3VLModelArgs,
     Qwen35ModelArgs,
+    Qwen35VLModelArgs,
 )
 from areal.models.spec import ModelSpec
 from areal.models.vision.args import VisionArgs
@@ -37,6 +38,8 @@ _FAMILIES: dict[str, tuple[type[DecoderArgs], str]] = {
     "qwen2": (Qwen2ModelArgs, "areal.models.qwen2"),
     "qwen2_5_vl": (Qwen2_5VLModelArgs, "areal.models.qwen2_5_vl"),
     "qwen3": (Qwen3ModelArgs, "areal.models.qwen3"),
+    "qwen3_5": (Qwen35VLModelArgs, "areal.models.qwen3_5_vl"),
+    "qwen3_5_moe": (Qwen35VLModelArgs, "areal.models.qwen3_5_vl"),
     "qwen3_5_moe_text": (Qwen35ModelArgs, "areal.models.qwen3_5"),
     "qwen3_5_text": (Qwen35ModelArgs, "areal.models.qwen3_5"),
     "qwen3_moe": (Qwen3ModelArgs, "areal.models.qwen3"),
