@@ -25,7 +25,8 @@ def add_mtp(folder) -> None:
     save_file({**load_file(file), **MTP}, file, metadata={"format": "pt"})
 
 
-def test_a_model_of_text_reads_the_names_of_a_multimodal_checkpoint(tmp_path):
+def test_the_language_model_of_a_multimodal_checkpoint_is_read(tmp_path):
+    """Without a vision_config the tower is left where it is."""
     model = tiny_model("qwen3_5_text", tie_word_embeddings=False)
     nested = {
         name.replace("model.", "model.language_model.", 1): tensor
@@ -33,7 +34,9 @@ def test_a_model_of_text_reads_the_names_of_a_multimodal_checkpoint(tmp_path):
     }
     tower = {"model.visual.patch_embed.proj.weight": torch.ones(2, 3), **MTP}
     text = tiny_config("qwen3_5_text", tie_word_embeddings=False)
-    save_hf({**nested, **tower}.items(), text, tmp_path)
+    architectures = ["Qwen3_5ForConditionalGeneration"]
+    config = {"model_type": "qwen3_5", "architectures": architectures, "text_config": text}
+    save_hf({**nested, **tower}.items(), config, tmp_path)
     again = build_model(tmp_path, device="cpu", dtype=torch.float32)
     load_hf(again, tmp_path)
     state = again.state_dict()
