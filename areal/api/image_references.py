@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 if TYPE_CHECKING:
     import torch
 
@@ -32,8 +30,8 @@ def references(images: Sequence[ShownImage]) -> dict[str, torch.Tensor]:
 
     if not images:
         return {}
-    digests = np.frombuffer(b"".join(image.sha256 for image in images), np.uint8)
+    digests = [list(image.sha256) for image in images]
     return {
-        DIGEST_KEY: torch.from_numpy(digests.reshape(-1, DIGEST_BYTES).copy()),
-        GRID_KEY: torch.from_numpy(np.array([image.grid for image in images], np.int64)),
+        DIGEST_KEY: torch.tensor(digests, dtype=torch.uint8),
+        GRID_KEY: torch.tensor([image.grid for image in images], dtype=torch.int64),
     }

@@ -11,7 +11,7 @@ import torch
 from agent_world import Does, ScriptedEngine, world_of
 from engine.train.archon_world import open_engine
 from image_prompts import picture, write_seeing_model, write_tokenizer
-from sample_agents import ask
+from sample_agents import ShowsItsRow, ask
 from tiny_vision import IMAGE
 
 from areal.agents.sight import Sight, sendable_row
@@ -255,6 +255,15 @@ def test_files_below_a_permitted_folder_are_read(world, sight, tmp_path):
     assert [request.image_data for request in engine.requests] == [[A], [B]]
     with pytest.raises(ValueError, match="rollout.agent.image_folders: .*missing' is no folder"):
         check_agent_options(AgentConfig(image_folders=[str(tmp_path / "missing")]))
+
+
+def test_an_agent_in_a_process_of_its_own_gets_the_images_of_its_row(world, sight):
+    parts = [{"type": "image"}, {"type": "text", "text": "which"}]
+    row = {"messages": [{"role": "user", "content": parts}], "images": [base64.b64decode(A)]}
+    engine = ScriptedEngine(world.tokenizer, "one")
+    with world.open(ShowsItsRow, sight=sight, mode="subproc") as workflow:
+        (item,) = world.episode(workflow, row, engine=engine).values()
+    assert engine.requests[0].image_data == [A] and item.reward == 1
 
 
 def test_a_row_with_images_is_sent_to_clients_from_outside():
