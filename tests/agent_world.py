@@ -158,6 +158,7 @@ class AgentWorld:
         max_new_tokens: int = 6,
         ignore_eos: bool = False,
         logs: Path | None = None,
+        sight: Any = None,
         **config: Any,
     ) -> Iterator[Any]:
         workflow = agent_workflow(
@@ -167,6 +168,7 @@ class AgentWorld:
             tokenizer=self.tokenizer,
             gconfig=GenerationHyperparameters(max_new_tokens=max_new_tokens, ignore_eos=ignore_eos),
             logs=logs,
+            sight=sight,
         )
         try:
             yield workflow

@@ -73,6 +73,7 @@ PARTS = {  # what a recipe is made with or names, by itself no training
     "tir/warm_start.py",
     "vlm/make_model.py",
     "vlm/shapes.py",
+    "vlm/shapes_agent.py",
 }
 SAMPLES = {  # data set of a hub, or made by a script -> what stands for it here
     "Anthropic/hh-rlhf": ("hh_rlhf_sample", "hh-rlhf"),

@@ -53,6 +53,22 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         },
     },
 }
+_FAMILIES |= {
+    family: {
+        "like": f"{family}_text",
+        "architectures": [architecture],
+        "mrope_section": [1, 1, 1],
+        "vision": {
+            "depth": 2,
+            "hidden_act": "gelu_pytorch_tanh",
+            "num_position_embeddings": 25,
+        },
+    }
+    for family, architecture in (
+        ("qwen3_5", "Qwen3_5ForConditionalGeneration"),
+        ("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration"),
+    )
+}
 
 
 def tiny_vision_config(family: str = "qwen2_5_vl", **vision: Any) -> dict[str, Any]:
@@ -63,6 +79,9 @@ def tiny_vision_config(family: str = "qwen2_5_vl", **vision: Any) -> dict[str, A
     for key in ("architectures", "tie_word_embeddings", "dtype"):
         del text[key]
     rope = {"rope_type": "default", "rope_theta": theta, "mrope_section": own["mrope_section"]}
+    if "partial_rotary_factor" in text:
+        del text["partial_rotary_factor"]
+        rope["partial_rotary_factor"] = 0.75  # three pairs: one for each position
     return {
         "model_type": family,
         "architectures": own["architectures"],

@@ -1,11 +1,12 @@
 """One model call of an agent: messages to tokens, tokens to a reply, both recorded.
 
-    parse_call -> prompt_ids -> engine.agenerate -> parts of the output -> reply -> recorded
+    parse_call -> read_prompt -> engine.agenerate -> parts of the output -> reply -> recorded
                                        | tokens as they are sampled
                                        +--> parser events -> events of the API, if it is streamed
 
 Token in, token out: sampled tokens are kept as sampled. With `chat_template_type: concat` a later
-turn appends the tokens of the new messages and never re-tokenises the past.
+turn appends the tokens of the new messages and never re-tokenises the past. Images are read before
+the prompt is made (sight.py): it has the tokens of its images, and the record their names.
 
 A call of n choices is n interactions of one turn, with one parent; the first has the completion's
 id, the others `ID-1`, `ID-2`, ...
@@ -27,11 +28,14 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from areal.agents.sight import refuse_images
 from areal.agents.streams import ReplyStream
+from areal.api.image_references import ShownImage
 from areal.api.interaction import InteractionWithTokenLogpReward, next_created
 from areal.api.io_struct import Grammar, ModelRequest, ModelResponse
 from areal.api.json_text import dumps
 from areal.openai.apis import ChatApi
+from areal.openai.content_parts import image_names
 from areal.openai.errors import WireError, refusal
 from areal.openai.grammars import reply_grammar
 from areal.openai.parsing.parser import begins_in_reasoning
@@ -68,19 +72,21 @@ async def complete(
     left to send at hand: a reply that the agent never gets is not part of its episode.
     """
     created, options, api = next_created(), session.options, route.api
-    call, parent = _continued(session, parse_call(options, api.chat_body(body, session.cache)))
+    call = parse_call(options, api.chat_body(body, session.cache))
     # Before the first await: concurrent calls draw seeds in the order of their arrival.
     seeds = _seeds(session, call.gconfig)
+    call, images = await look(session, call)
+    call, parent = _continued(session, call)
     # In a thread: a long chat takes milliseconds, which would block other episodes on this loop.
-    input_ids, parent = await asyncio.to_thread(prompt_ids, options, call, parent)
+    prompt = await asyncio.to_thread(read_prompt, options, call, images, parent)
     name = f"{api.id_prefix}{uuid.uuid4().hex}"
-    head = ReplyHead(body, call, name, int(time.time()), [input_ids], options.tokenizer)
-    in_reasoning = begins_in_reasoning(options.tokenizer, input_ids)
+    head = ReplyHead(body, call, name, int(time.time()), [prompt.ids], options.tokenizer)
+    in_reasoning = begins_in_reasoning(options.tokenizer, prompt.ids)
     readers = [_reader(options, call, in_reasoning) for _ in seeds]
     if call.stream:
         stream.open(*(api.encoder(head.of_choice(i)) for i in range(len(seeds))))
     grammar = _grammar(options, call, in_reasoning)
-    responses = await _sample(session, head, readers, seeds, grammar, stream)
+    responses = await _sample(session, head, prompt, readers, seeds, grammar, stream)
     last = [reader.finish() for reader in readers]
     outputs = [
         reader.output(response.output_tokens, response.output_logprobs, response.stop_reason)
@@ -88,7 +94,7 @@ async def complete(
     ]
     done = Completion(head, outputs, head.num_cached([one.cached_tokens for one in responses]))
     items = {
-        one.head.id: _interaction(session, route, one, response, parent=parent, created=created)
+        one.head.id: _interaction(session, route, one, response, prompt, created=created)
         for one, response in zip(_choices(done), responses, strict=True)
     }
     whole = b"" if call.stream else dumps(api.reply(done)).encode()
@@ -97,6 +103,17 @@ async def complete(
         session.cache.add(choice_id, item)
     stream.put(rest)
     return whole
+
+
+async def look(session: Session, call: ChatCall) -> tuple[ChatCall, list[ShownImage]]:
+    """The call with its images by name, and the images. WireError for what cannot be seen."""
+    sight = session.options.sight
+    if sight is None:
+        refuse_images(call)
+    if sight is None or not call.images:
+        return call, []
+    known = {image for item in session.cache.values() for image in item.images}
+    return await asyncio.to_thread(sight.look, call, known)
 
 
 def _continued(
@@ -117,6 +134,7 @@ def _continued(
 async def _sample(
     session: Session,
     head: ReplyHead[ChatCall],
+    prompt: Prompt,
     readers: Sequence[ChatReader],
     seeds: Sequence[int | None],
     grammar: Grammar | None,
@@ -131,6 +149,8 @@ async def _sample(
             head.call.gconfig.new(n_samples=1, seed=seed),
             tokenizer=head.tokenizer,
             grammar=grammar,
+            image_data=prompt.image_data,
+            vision_msg_vllm=head.call.messages if prompt.images else None,
         )
         push = functools.partial(stream.push, choice=i)
         if head.call.stream:
@@ -200,8 +220,8 @@ def _interaction(
     route: Route,
     done: Completion[ChatCall],
     response: ModelResponse,
+    prompt: Prompt,
     *,
-    parent: InteractionWithTokenLogpReward | None,
     created: int,
 ) -> InteractionWithTokenLogpReward:
     call, (output,) = done.head.call, done.outputs
@@ -210,7 +230,8 @@ def _interaction(
         response,
         messages=messages,
         output_message_list=[said],
-        parent=parent,
+        parent=prompt.parent,
+        images=prompt.images,
         chat_template_type=session.options.config.chat_template_type,
         tools=call.tools,
         created=created,
@@ -221,17 +242,8 @@ def _interaction(
 
 def parse_call(options: SessionOptions, body: dict[str, Any]) -> ChatCall:
     """The parsed request; options it leaves out come from the run's `gconfig`."""
-    call = parse_text_chat(with_defaults(options, body))
+    call = parse_chat(with_defaults(options, body))
     return dataclasses.replace(call, gconfig=checked_gconfig(options, call))
-
-
-def parse_text_chat(body: dict[str, Any]) -> ChatCall:
-    """A chat without images, which the record of an episode would not have."""
-    call = parse_chat(body)
-    if call.images:
-        message = "an agent's episodes are recorded as text: leave the images out"
-        raise WireError(400, f"messages: {message}", "messages")
-    return call
 
 
 def with_defaults(options: SessionOptions, body: dict[str, Any]) -> dict[str, Any]:
@@ -278,23 +290,52 @@ def _with_reasoning(
     return [*known, *messages[len(known) :]]
 
 
-def prompt_ids(
-    options: SessionOptions, call: ChatCall, parent: InteractionWithTokenLogpReward | None
-) -> tuple[list[int], InteractionWithTokenLogpReward | None]:
-    """The whole prompt, and the interaction it continues.
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What the model reads."""
 
-    With `concat` it starts with all tokens of the parent. If the template leaves out the parent's
-    reply there is nothing to continue: the prompt begins a new chat, by the template alone.
+    ids: list[int]  # with those of its images
+    images: list[ShownImage]  # in the order of their tokens
+    image_data: list[str]  # the same in base64
+    parent: InteractionWithTokenLogpReward | None  # whose chat, and with `concat` tokens, it has
+
+
+def read_prompt(
+    options: SessionOptions,
+    call: ChatCall,
+    images: list[ShownImage],
+    parent: InteractionWithTokenLogpReward | None,
+) -> Prompt:
+    """The whole prompt of a call with these images.
+
+    With `concat` it starts with all tokens of the parent, and its images. If the template leaves
+    out the parent's reply there is nothing to continue: the prompt begins a new chat, by the
+    template alone.
     """
-    if parent is None or options.config.chat_template_type == "hf":
-        return chat_prompt_ids(options.tokenizer, call), parent
+    sight = options.sight
+    if parent is not None and options.config.chat_template_type == "concat":
+        new = call.messages[len(parent.whole_chat()) :]
+        after = _ids_after_reply(options.tokenizer, call, parent.messages, new)
+        if after is not None:
+            # By the new messages: a matcher may take a chat without its old images for the same.
+            shown = images[len(images) - len(image_names(new)) :]
+            images = [*parent.images, *shown]
+            ids = _appended(parent, after if sight is None else sight.expand(after, shown))
+            return Prompt(ids, images, _data_of(options, images), parent)
+        parent = None
+    ids = chat_prompt_ids(options.tokenizer, call)
+    ids = ids if sight is None else sight.expand(ids, images)
+    return Prompt(ids, images, _data_of(options, images), parent)
+
+
+def _appended(parent: InteractionWithTokenLogpReward, after: list[int]) -> list[int]:
     before = [*parent.model_response.input_tokens, *parent.model_response.output_tokens]
-    new = call.messages[len(parent.whole_chat()) :]
-    after = _ids_after_reply(options.tokenizer, call, parent.messages, new)
-    if after is None:
-        return chat_prompt_ids(options.tokenizer, call), None
     # The end-of-turn token comes from the model, or else from the template: keep one.
-    return before + (after[1:] if after[:1] == before[-1:] else after), parent
+    return before + (after[1:] if after[:1] == before[-1:] else after)
+
+
+def _data_of(options: SessionOptions, images: list[ShownImage]) -> list[str]:
+    return [] if options.sight is None else options.sight.data_of(images)
 
 
 def _ids_after_reply(

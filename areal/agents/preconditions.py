@@ -16,9 +16,13 @@ _MIN_ADMIN_KEY = 16
 
 
 def check_agent_options(config: AgentConfig) -> None:
-    """ValueError for an unknown name or, with `mode: online`, a missing admin key."""
+    """ValueError for an unknown name, a missing folder or, with `mode: online`, a missing admin
+    key."""
     _check_name("tool_call_parser", config.tool_call_parser, ["auto", *TOOL_FORMATS])
     _check_name("reasoning_parser", config.reasoning_parser, [*REASONING_PARSERS])
+    for folder in config.image_folders:
+        if not os.path.isdir(folder):
+            raise ValueError(f"rollout.agent.image_folders: {folder!r} is no folder")
     if config.mode == "online":
         admin_key()
 

@@ -43,12 +43,13 @@ from pydantic import Field
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from areal.agents.completions import Route, complete, parse_text_chat
+from areal.agents.completions import Route, complete, look, read_prompt
 from areal.agents.registry import ID_LENGTH, Entry, session_id_of
 from areal.agents.retries import Attempt, SharedCall
 from areal.agents.routes import ROUTES, TOKEN_ROUTES
 from areal.agents.serving import AppServer, key_of
 from areal.agents.session import AgentTimeoutError, Session, SessionEndedError
+from areal.agents.sight import sendable_row
 from areal.agents.streams import ReplyStream
 from areal.agents.token_routes import TokenRoute, complete_tokens
 from areal.api.config.inference import AgentConfig
@@ -57,7 +58,7 @@ from areal.openai.anthropic_requests import PromptBody, prompt_body
 from areal.openai.apis import error_for
 from areal.openai.errors import WireError, loads_body, parse_body
 from areal.openai.models import model_card, model_list
-from areal.openai.prompts import chat_prompt_ids
+from areal.openai.requests import parse_chat
 from areal.utils import logging
 from areal.utils.chat_template import wait_until_warm
 from areal.utils.http_body import Body, Expect, Text, json_body
@@ -192,7 +193,8 @@ class AgentProxy:
         session = self._offered.popleft()
         session.started.set()
         try:
-            dumps(session.data)
+            data = sendable_row(session.data)
+            dumps(data)
         except (TypeError, ValueError, RecursionError) as error:
             session.fail("/rl/start_session", error)
             session.close()
@@ -203,7 +205,7 @@ class AgentProxy:
             "api_key": session.key,
             "base_url": self.base_url,
             "session_url": f"{self.base_url.removesuffix('/v1')}/sessions/{session.key}",
-            "data": session.data,
+            "data": data,
         }
 
     def session_of(self, request: Request) -> Session:
@@ -260,9 +262,9 @@ def create_app(proxy: AgentProxy) -> FastAPI:
     @app.post("/v1/messages/count_tokens", openapi_extra=json_body(PromptBody))
     async def count_tokens(request: Request) -> dict[str, int]:
         session, content = proxy.session_of(request), await _body(proxy, request)
-        call = parse_text_chat(prompt_body(content))
-        tokenizer = session.options.tokenizer
-        return {"input_tokens": len(await asyncio.to_thread(chat_prompt_ids, tokenizer, call))}
+        call, images = await look(session, parse_chat(prompt_body(content)))
+        prompt = await asyncio.to_thread(read_prompt, session.options, call, images, None)
+        return {"input_tokens": len(prompt.ids)}
 
     @app.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from areal.utils.perf_tracer import episode_span
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
+    from areal.agents.sight import Sight
     from areal.api.config.inference import AgentConfig, GenerationHyperparameters
     from areal.api.engine_api import InferenceEngine
     from areal.api.interaction import InteractionWithTokenLogpReward
@@ -56,6 +57,7 @@ class SessionOptions:
     tokenizer: Any
     gconfig: GenerationHyperparameters  # for what a call leaves out
     matcher: PrefixMatcher | None = None
+    sight: Sight | None = None  # None: the model reads text only
 
     @property
     def tool_format(self) -> str:

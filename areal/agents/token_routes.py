@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from areal.agents.completions import checked_gconfig, generate, generate_into, with_defaults
 from areal.agents.streams import ReplyStream
+from areal.api.image_references import ShownImage
 from areal.api.interaction import InteractionWithTokenLogpReward, next_created
 from areal.api.io_struct import ModelRequest
 from areal.api.json_text import dumps
@@ -57,7 +58,13 @@ async def complete_tokens(
     parent = None
     if options.config.chat_template_type == "concat":
         parent = session.cache.find_parent_of_tokens(prompt)
-    request = ModelRequest(prompt, call.gconfig.new(seed=seed), tokenizer=options.tokenizer)
+    images = [] if parent is None else parent.images
+    request = ModelRequest(
+        prompt,
+        call.gconfig.new(seed=seed),
+        tokenizer=options.tokenizer,
+        image_data=await asyncio.to_thread(_image_data, options, prompt, images),
+    )
     reader = TextReader(call.gconfig, options.tokenizer, stop_ids=call.gconfig.stop_token_ids)
     if call.stream:
         stream.open(api.encoder(head))
@@ -77,6 +84,7 @@ async def complete_tokens(
         chat_template_type=options.config.chat_template_type,
         completion=reply,
         input_data=body.get("prompt", body.get("token_ids")),
+        images=images,
         created=created,
     )
     rest = stream.last([last], [output], done.usage) if call.stream else dumps(reply).encode()
@@ -103,6 +111,17 @@ def _with_defaults(options: SessionOptions, given: dict[str, Any]) -> dict[str, 
     if (bound := body.pop("max_completion_tokens", None)) is not None:
         body["max_tokens"] = bound  # the name it has without a chat
     return body
+
+
+def _image_data(options: SessionOptions, prompt: list[int], images: list[ShownImage]) -> list[str]:
+    """Of the images that an earlier completion has shown. WireError for other image tokens."""
+    sight = options.sight
+    if sight is None:
+        return []
+    if sight.num_tokens(images) != sight.count_tokens(prompt):
+        message = "prompt: image tokens are those of a completion that it continues, with `concat`"
+        raise WireError(400, f"{message}; show images in a chat", "prompt")
+    return sight.data_of(images)
 
 
 def _prompt(tokenizer: Any, call: CompletionCall) -> tuple[list[int], str]:

@@ -36,6 +36,7 @@ from areal.utils.import_path import load
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from areal.agents.sight import Sight
     from areal.api.config.inference import AgentConfig, GenerationHyperparameters
     from areal.api.engine_api import InferenceEngine
 
@@ -52,16 +53,17 @@ def agent_workflow(
     config: AgentConfig,
     tokenizer: Any,
     gconfig: GenerationHyperparameters,
+    sight: Sight | None = None,
     folder: Path | None = None,
     logs: Path | None = None,
 ) -> RolloutWorkflow:
     """`agent` is an object with an async `run`, or a class to build with `kwargs`.
 
     `folder` is where the server for agents has its entry (registry.py). With `logs` the training
-    episodes are kept there (episode_log.py).
+    episodes are kept there (episode_log.py). Without `sight` images are refused.
     """
     check_agent_options(config)
-    options = _session_options(config, tokenizer, gconfig)
+    options = _session_options(config, tokenizer, gconfig, sight)
     timeout_s = config.session_timeout_seconds
     if config.mode == "subproc":
         workers = config.subproc_max_workers
@@ -78,6 +80,7 @@ def online_workflow(
     config: AgentConfig,
     tokenizer: Any,
     gconfig: GenerationHyperparameters,
+    sight: Sight | None = None,
     folder: Path | None = None,
     logs: Path | None = None,
     is_routed: bool = False,
@@ -85,14 +88,14 @@ def online_workflow(
     """Sessions for clients that hold the admin key, which comes from the environment.
 
     With `is_routed` clients come through a router (router.py), which has the admin key and the
-    address of the config; this process has a port of its own. The folders are `agent_workflow`'s.
+    address of the config; this process has a port of its own. The rest is as in `agent_workflow`.
     """
     if is_routed:
         config, key = dataclasses.replace(config, port=0, advertise_url=None), None
     else:
         check_agent_options(config)
         key = admin_key()
-    options = _session_options(config, tokenizer, gconfig)
+    options = _session_options(config, tokenizer, gconfig, sight)
     return OnlineEpisodes(options, admin_key=key, folder=folder, logs=logs)
 
 
@@ -256,14 +259,14 @@ class _Outcomes:
 
 
 def _session_options(
-    config: AgentConfig, tokenizer: Any, gconfig: GenerationHyperparameters
+    config: AgentConfig, tokenizer: Any, gconfig: GenerationHyperparameters, sight: Sight | None
 ) -> SessionOptions:
     tokenizer("")  # initialises its internal state: only then may threads share it
     warm_up()
     matcher = None
     if config.prefix_matcher is not None:
         matcher = load(config.prefix_matcher, key="rollout.agent.prefix_matcher")
-    return SessionOptions(config, tokenizer, gconfig, matcher)
+    return SessionOptions(config, tokenizer, gconfig, matcher, sight)
 
 
 def _is_current(loop: asyncio.AbstractEventLoop) -> bool:

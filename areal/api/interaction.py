@@ -31,14 +31,12 @@ import math
 import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from areal.api.image_references import MULTI_MODAL_KEY, ShownImage, references
 from areal.api.io_struct import ModelResponse
 from areal.api.json_text import Json, loads_written
 from areal.api.routed_experts import ROUTED_KEY, experts_of_tokens
-
-if TYPE_CHECKING:
-    import torch
 
 Message = dict[str, Any]
 ExportStyle = Literal["individual", "concat"]
@@ -73,12 +71,14 @@ class InteractionWithTokenLogpReward:
     completion: dict[str, Any] | None = None  # the response as sent, in its route's format
     response: dict[str, Any] | None = None
     input_data: Any = None  # the request's own input, where that is not messages
+    images: list[ShownImage] = field(default_factory=list)  # of the whole prompt, in its order
     # Order of arrival, see next_created; equal for the choices of one request.
     created: int = field(default_factory=next_created)
     learned: int | None = None  # the last turns of the path to learn; None: all. Set by the export
 
-    def to_tensor_dict(self) -> dict[str, torch.Tensor]:
-        """A batch of one row. `seq_no_eos` is that of the last reply."""
+    def to_tensor_dict(self) -> dict[str, Any]:
+        """A batch of one row: tensors, and the images by reference if there are any. `seq_no_eos`
+        is that of the last reply."""
         import torch
 
         if self.reward is None:
@@ -89,6 +89,7 @@ class InteractionWithTokenLogpReward:
         routed = experts_of_tokens([one.model_response for one in self.path()], len(ids))
         return {
             **({} if routed is None else {ROUTED_KEY: torch.tensor(routed[None])}),
+            **({MULTI_MODAL_KEY: [references(self.images)]} if self.images else {}),
             "input_ids": torch.tensor([ids], dtype=torch.int32),
             "attention_mask": torch.ones(turns.shape, dtype=torch.bool),
             "loss_mask": (turns >= 0).int(),

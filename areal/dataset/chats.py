@@ -63,6 +63,13 @@ def _chat(row: dict[str, Any], column: str, where: str) -> Messages:
             f"{where}, column {column!r}: expected a list of messages with role and content, found "
             f"{messages!r:.60}"
         )
+    for message in messages:
+        parts = message.get("content")
+        if any(isinstance(part, dict) and "image" in str(part.get("type")) for part in parts or ()):
+            raise ValueError(
+                f"{where}, column {column!r}: a message has images, and the loader chats reads "
+                "text only: leave such rows out"
+            )
     return [for_template({"content": "", **_without_nulls(message)}) for message in messages]
 
 

@@ -9,15 +9,18 @@ last with `pixel_values` and `image_grid_thw` as the model's folder says images 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+from PIL import Image
 
 from areal.dataset.chat_rows import report_dropped
 from areal.dataset.source_files import TableRows, open_rows
+from areal.utils.images import decode_image
 from areal.utils.tokenizer import chat_prompt_ids, replies_ids
 
 _PLACE = "<image>"
@@ -29,6 +32,40 @@ class Processor(Protocol):
     def cut(self, data: bytes) -> tuple[np.ndarray, Sequence[int]]: ...
 
     def expand(self, ids: Sequence[int], grids: Sequence[Sequence[int]]) -> list[int]: ...
+
+
+class TransformersProcessor:
+    """A processor of transformers (`AutoProcessor`) for SFT rows. Images are decoded apart, as
+    everywhere (utils/images.py); the object itself cuts them."""
+
+    def __init__(self, processor: Any) -> None:
+        self._cutter, self._image = processor.image_processor, processor.image_token_id
+
+    def cut(self, data: bytes) -> tuple[np.ndarray, Sequence[int]]:
+        made = self._cutter(images=[Image.fromarray(decode_image(data).rgb)], return_tensors="pt")
+        return made["pixel_values"].numpy(), made["image_grid_thw"][0].tolist()
+
+    def expand(self, ids: Sequence[int], grids: Sequence[Sequence[int]]) -> list[int]:
+        found = sum(one == self._image for one in ids)
+        if found != len(grids):
+            raise ValueError(
+                f"the prompt has {found} image tokens for {len(grids)} images; the chat template "
+                "must write one for each, and no text may contain one"
+            )
+        left = iter(math.prod(grid) // self._cutter.merge_size**2 for grid in grids)
+        return [t for one in ids for t in [one] * (next(left) if one == self._image else 1)]
+
+
+def as_processor(given: Any) -> Processor:
+    """`given`, or a processor of transformers as one."""
+    if hasattr(given, "cut") and hasattr(given, "expand"):
+        return given
+    if hasattr(given, "image_processor") and hasattr(given, "image_token_id"):
+        return TransformersProcessor(given)
+    raise ValueError(
+        "processor: expected an ImageProcessor of areal.models.vision.processor or an "
+        f"AutoProcessor of transformers, got {type(given).__name__}"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +167,8 @@ def _content(question: str, num_images: int, instruction: str) -> list[dict[str,
 
 
 class ImageSFTRows(Sequence):
-    """The rows of an RL data set with `reply(answer)` as the text to learn."""
+    """The rows of an RL data set with `reply(answer)` as the text to learn. `processor`: see
+    `as_processor`."""
 
     column_names = ("input_ids", "loss_mask", "multi_modal_input")
 
@@ -138,7 +176,7 @@ class ImageSFTRows(Sequence):
         self,
         rows: Sequence[dict[str, Any]],
         tokenizer: Any,
-        processor: Processor | None,
+        processor: Any,
         reply: Callable[[str], str],
     ) -> None:
         if processor is None:
@@ -146,7 +184,8 @@ class ImageSFTRows(Sequence):
                 "train_dataset.type: sft rows with images need the model's image processor, and "
                 "the model of this config reads text only; name a vision model in actor.path"
             )
-        self._rows, self._tokenizer, self._processor = rows, tokenizer, processor
+        self._rows, self._tokenizer = rows, tokenizer
+        self._processor = as_processor(processor)
         self._reply = reply
 
     def __len__(self) -> int:

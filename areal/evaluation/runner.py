@@ -46,7 +46,7 @@ from areal.rollout.failures import FailureLimits, FailureMeter, describe
 from areal.rollout.group import GroupRunner
 from areal.rollout.trajectory import mean_reward, version_span
 from areal.run.paths import RunPaths
-from areal.trainer.episodes import build_workflow
+from areal.trainer.episodes import build_workflow, refuse_images
 from areal.trainer.servers import open_inference
 from areal.utils.device import best_device
 from areal.utils.hub import hub_name, model_folder
@@ -92,9 +92,20 @@ def make_plan(target: Target, settings: Settings, *, limit: int | None = None) -
     assert section is not None
     loaded = get_custom_dataset(section.split, section, tokenizer)
     rows = [loaded[i] for i in range(min(len(loaded), limit or len(loaded)))]
+    _refuse_images(target, config, rows)
     identity = _identity(target, config, rows)
     evaluation = Evaluation(digest(identity), target.name, target.step, settings.suite, identity)
     return Plan(target, settings, rows, tokenizer, evaluation)
+
+
+def _refuse_images(target: Target, config: PPOConfig, rows: Rows) -> None:
+    """Before anything starts. What the model of a foreign server sees is for agents to know; an
+    oracle looks at nothing."""
+    is_foreign_agent = target.kind == "chat" and is_agent(
+        resolve.find_workflow(config.eval_workflow or config.workflow)
+    )
+    if target.kind != "oracle" and not is_foreign_agent:
+        refuse_images(config, None, None, rows, is_eval=True)
 
 
 def run_missing(
@@ -112,7 +123,8 @@ def run_missing(
 
     with ExitStack() as stack:
         engine = _open_engine(plan, stack)
-        workflow = _workflow(plan)
+        images = stack.enter_context(ScratchFolder("eval-images"))
+        workflow = _workflow(plan, images)
         stack.callback(workflow.close)
         asyncio.run(_run_all(plan, engine, workflow, missing, keep))
 
@@ -196,10 +208,11 @@ def _open_engine(plan: Plan, stack: ExitStack) -> Any:
     return engine
 
 
-def _workflow(plan: Plan) -> RolloutWorkflow:
+def _workflow(plan: Plan, images: Path) -> RolloutWorkflow:
     target, config = plan.target, plan.config
     if target.kind in ("model", "native"):
-        return build_workflow(config, plan.tokenizer, None, None, is_eval=True)
+        options = {"is_eval": True, "image_folder": images}
+        return build_workflow(config, plan.tokenizer, None, None, **options)
     reward_fn = get_reward_fn(config.reward_fn)
     reward_kwargs = config.workflow_kwargs.get("reward_kwargs") or {}
     if target.kind == "oracle":

@@ -23,6 +23,7 @@ from areal.models.family_args import (
     Qwen3ModelArgs,
     Qwen3VLModelArgs,
     Qwen35ModelArgs,
+    Qwen35VLModelArgs,
 )
 from areal.models.spec import ModelSpec
 from areal.models.vision.args import VisionArgs
@@ -37,6 +38,8 @@ _FAMILIES: dict[str, tuple[type[DecoderArgs], str]] = {
     "qwen2": (Qwen2ModelArgs, "areal.models.qwen2"),
     "qwen2_5_vl": (Qwen2_5VLModelArgs, "areal.models.qwen2_5_vl"),
     "qwen3": (Qwen3ModelArgs, "areal.models.qwen3"),
+    "qwen3_5": (Qwen35VLModelArgs, "areal.models.qwen3_5_vl"),
+    "qwen3_5_moe": (Qwen35VLModelArgs, "areal.models.qwen3_5_vl"),
     "qwen3_5_moe_text": (Qwen35ModelArgs, "areal.models.qwen3_5"),
     "qwen3_5_text": (Qwen35ModelArgs, "areal.models.qwen3_5"),
     "qwen3_moe": (Qwen3ModelArgs, "areal.models.qwen3"),
@@ -64,10 +67,10 @@ def get_model_spec(model_type: str) -> ModelSpec:
 
 def own_config(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The config.json that our model of a folder is built from and saved with: the whole one if
-    the family has its vision tower here, else that of the language model."""
-    model_type = hf_config["model_type"]
-    is_known = model_type in _registered or model_type in _FAMILIES
-    return hf_config if is_known else language_config(hf_config)
+    the family has its vision tower here and the folder has one, else that of the language model."""
+    model_type, known = hf_config["model_type"], {*_registered, *_FAMILIES}
+    is_text = f"{model_type}_text" in known and "vision_config" not in hf_config
+    return hf_config if model_type in known and not is_text else language_config(hf_config)
 
 
 def decoder_args(hf_config: Mapping[str, Any], *, is_critic: bool = False) -> DecoderArgs:

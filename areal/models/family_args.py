@@ -17,7 +17,7 @@ from areal.models.common.args import (
     RopeArgs,
     common_decoder_fields,
 )
-from areal.models.vision.args import qwen2_5_vl_vision, qwen3_vl_vision
+from areal.models.vision.args import qwen2_5_vl_vision, qwen3_5_vision, qwen3_vl_vision
 from areal.utils.model_files import language_config
 
 # config.json omits default values.
@@ -199,14 +199,16 @@ class Qwen3VLModelArgs(DecoderArgs):
                 f"entries, one for each of the first layers; num_hidden_layers is "
                 f"{fields['n_layers']}"
             )
-        _, height, width = _mrope_section(hf, default=(24, 20, 20))
-        # Every third pair turns with the row, another third with the column, as long as they last.
-        sizes = (0, height, width)
-        axes = tuple(
-            pair % 3 if pair < 3 * sizes[pair % 3] else 0 for pair in range(fields["head_dim"] // 2)
-        )
+        sections = _mrope_section(hf, default=(24, 20, 20))
+        axes = _interleaved_axes(sections, fields["head_dim"] // 2)
         fields["rope"] = replace(fields["rope"], axes=axes)
         return cls(**fields, qk_norm=True, qkv_bias=bias, attention_out_bias=bias, vision=vision)
+
+
+def _interleaved_axes(sections: Sequence[int], num_pairs: int) -> tuple[int, ...]:
+    """Every third pair turns with the row, another third with the column, as long as they last."""
+    sizes = (0, *sections[1:])
+    return tuple(pair % 3 if pair < 3 * sizes[pair % 3] else 0 for pair in range(num_pairs))
 
 
 def _moe_args(hf: Mapping[str, Any]) -> MoEArgs:
@@ -330,34 +332,50 @@ class Gemma3ModelArgs(DecoderArgs):
 class Qwen35ModelArgs(DecoderArgs):
     @classmethod
     def from_hf_config(cls, hf: Mapping[str, Any]) -> Qwen35ModelArgs:
-        is_sparse = hf.get("model_type") == "qwen3_5_moe_text"
-        defaults = _QWEN35_MOE_DEFAULTS if is_sparse else _QWEN35_DEFAULTS
-        hf = defaults | {key: value for key, value in hf.items() if value is not None}
-        if not hf.get("attn_output_gate", True):
-            raise ValueError("attn_output_gate must be true: attention of a qwen3_5 is gated")
-        if is_sparse:
-            hf["intermediate_size"] = hf["moe_intermediate_size"]  # no layer is dense
-            hf |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
-        rope = dict(hf.get("rope_parameters") or {})
-        share = rope.pop("partial_rotary_factor", hf.pop("partial_rotary_factor"))
-        fields = common_decoder_fields(hf | {"rope_parameters": rope})
-        rotated = int(fields["head_dim"] * share)
-        if rotated < 2 or rotated % 2:
-            raise ValueError(
-                f"partial_rotary_factor {share} rotates {rotated} of the {fields['head_dim']} dims "
-                "of a head: expected an even number of at least 2"
-            )
-        bias = hf.get("attention_bias", False)
-        return cls(
-            **fields,
-            zero_centered_norms=True,
-            qk_norm=True,
-            qkv_bias=bias,
-            attention_out_bias=bias,
-            moe=_gated_shared(hf) if is_sparse else None,
-            delta=_delta_args(hf),
-            rotated_dim=rotated,
+        return cls(**_qwen35_fields(hf, is_sparse=hf.get("model_type") == "qwen3_5_moe_text"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen35VLModelArgs(DecoderArgs):
+    @classmethod
+    def from_hf_config(cls, hf: Mapping[str, Any]) -> Qwen35VLModelArgs:
+        """`hf` is whole: its text_config and vision_config."""
+        fields = _qwen35_fields(_text_config(hf, {}), is_sparse=hf["model_type"] == "qwen3_5_moe")
+        sections = _mrope_section(hf, default=(11, 11, 10))
+        axes = _interleaved_axes(sections, fields["rotated_dim"] // 2)
+        fields["rope"] = replace(fields["rope"], axes=axes)
+        return cls(**fields, vision=qwen3_5_vision(hf, fields["dim"]))
+
+
+def _qwen35_fields(hf: Mapping[str, Any], *, is_sparse: bool) -> dict[str, Any]:
+    """Of the decoder; `hf` is the language model's config."""
+    defaults = _QWEN35_MOE_DEFAULTS if is_sparse else _QWEN35_DEFAULTS
+    hf = defaults | {key: value for key, value in hf.items() if value is not None}
+    if not hf.get("attn_output_gate", True):
+        raise ValueError("attn_output_gate must be true: attention of a qwen3_5 is gated")
+    if is_sparse:
+        hf["intermediate_size"] = hf["moe_intermediate_size"]  # no layer is dense
+        hf |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    rope = dict(hf.get("rope_parameters") or {})
+    share = rope.pop("partial_rotary_factor", hf.pop("partial_rotary_factor"))
+    fields = common_decoder_fields(hf | {"rope_parameters": rope})
+    rotated = int(fields["head_dim"] * share)
+    if rotated < 2 or rotated % 2:
+        raise ValueError(
+            f"partial_rotary_factor {share} rotates {rotated} of the {fields['head_dim']} dims "
+            "of a head: expected an even number of at least 2"
         )
+    bias = hf.get("attention_bias", False)
+    return {
+        **fields,
+        "zero_centered_norms": True,
+        "qk_norm": True,
+        "qkv_bias": bias,
+        "attention_out_bias": bias,
+        "moe": _gated_shared(hf) if is_sparse else None,
+        "delta": _delta_args(hf),
+        "rotated_dim": rotated,
+    }
 
 
 def _gated_shared(hf: Mapping[str, Any]) -> MoEArgs:

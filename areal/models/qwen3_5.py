@@ -1,6 +1,6 @@
 """Qwen3.5 (text), dense and mixture of experts: layers with the gated delta rule, and every few of
 them one with gated attention, of which a part of each head is rotated. Experts stand beside a
-shared one with a gate. Also reads the language model of multimodal checkpoints.
+shared one with a gate. With its vision tower it is in qwen3_5_vl.py.
 
 Heads that predict further tokens (`mtp.*`) are neither computed nor trained: a saved model has them
 as they were (`is_kept`).
@@ -33,17 +33,39 @@ _LANGUAGE_PREFIX = "model.language_model."
 _IMAGE_PREFIX = "model.visual."
 _KEPT_PREFIX = "mtp."
 
+DECODER_FROM_HF: dict[str, str] = {
+    **DENSE_FROM_HF,
+    **QKV_BIAS_FROM_HF,
+    **OUT_BIAS_FROM_HF,
+    **QK_NORM_FROM_HF,
+    **DELTA_FROM_HF,
+    **EXPERTS_FROM_HF,
+    **GATED_SHARED_EXPERT_FROM_HF,
+}
+
+
+def is_mtp_head(hf_name: str) -> bool:
+    """Of the heads that predict further tokens."""
+    return hf_name.startswith(_KEPT_PREFIX)
+
+
+def unstacked(hf_name: str, shape: Sequence[int]) -> list[tuple[str, tuple[Any, ...]]]:
+    """Published checkpoints stack the experts, and the rows of gate over those of up."""
+    stem, _, leaf = hf_name.rpartition(".")
+    if not stem.endswith(".mlp.experts") or len(shape) != 3 or is_mtp_head(hf_name):
+        return [(hf_name, ())]
+    rows = {"down_proj": {"down_proj": slice(None)}}
+    half = shape[1] // 2
+    rows["gate_up_proj"] = {"gate_proj": slice(half), "up_proj": slice(half, None)}
+    return [
+        (f"{stem}.{expert}.{name}.weight", (expert, part))
+        for expert in range(shape[0])
+        for name, part in rows.get(leaf, {}).items()
+    ]
+
 
 class Qwen35StateDictAdapter(StateDictAdapter):
-    from_hf_map = {
-        **DENSE_FROM_HF,
-        **QKV_BIAS_FROM_HF,
-        **OUT_BIAS_FROM_HF,
-        **QK_NORM_FROM_HF,
-        **DELTA_FROM_HF,
-        **EXPERTS_FROM_HF,
-        **GATED_SHARED_EXPERT_FROM_HF,
-    }
+    from_hf_map = DECODER_FROM_HF
 
     def usual_hf_name(self, hf_name: str) -> str:
         if hf_name.startswith(_LANGUAGE_PREFIX):
@@ -51,18 +73,7 @@ class Qwen35StateDictAdapter(StateDictAdapter):
         return hf_name
 
     def unfused(self, hf_name: str, shape: Sequence[int]) -> list[tuple[str, tuple[Any, ...]]]:
-        """Published checkpoints stack the experts, and the rows of gate over those of up."""
-        stem, _, leaf = hf_name.rpartition(".")
-        if not stem.endswith(".mlp.experts") or len(shape) != 3 or self.is_kept(hf_name):
-            return super().unfused(hf_name, shape)
-        rows = {"down_proj": {"down_proj": slice(None)}}
-        half = shape[1] // 2
-        rows["gate_up_proj"] = {"gate_proj": slice(half), "up_proj": slice(half, None)}
-        return [
-            (f"{stem}.{expert}.{name}.weight", (expert, part))
-            for expert in range(shape[0])
-            for name, part in rows.get(leaf, {}).items()
-        ]
+        return unstacked(hf_name, shape)
 
     def multimodal_hf_name(self, hf_name: str) -> str:
         if hf_name.startswith("model."):
@@ -70,7 +81,7 @@ class Qwen35StateDictAdapter(StateDictAdapter):
         return hf_name
 
     def is_kept(self, hf_name: str) -> bool:
-        return hf_name.startswith(_KEPT_PREFIX)
+        return is_mtp_head(hf_name)
 
     def from_hf_name(self, hf_name: str) -> str | None:
         if hf_name.startswith(_IMAGE_PREFIX) or self.is_kept(hf_name):

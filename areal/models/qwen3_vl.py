@@ -43,16 +43,18 @@ _TOWER_LAYERS = {
 }
 
 
+TOWER_FROM_HF: dict[str, str] = {
+    "model.visual.pos_embed.weight": "tower.pos_embed.weight",
+    **{
+        f"model.visual.{theirs}.{leaf}": f"tower.{ours}.{leaf}"
+        for theirs, ours in _TOWER_LAYERS.items()
+        for leaf in ("weight", "bias")
+    },
+}
+
+
 class Qwen3VLStateDictAdapter(StateDictAdapter):
-    from_hf_map = {
-        **_DECODER_FROM_HF,
-        "model.visual.pos_embed.weight": "tower.pos_embed.weight",
-        **{
-            f"model.visual.{theirs}.{leaf}": f"tower.{ours}.{leaf}"
-            for theirs, ours in _TOWER_LAYERS.items()
-            for leaf in ("weight", "bias")
-        },
-    }
+    from_hf_map = {**_DECODER_FROM_HF, **TOWER_FROM_HF}
 
 
 class Qwen3VLModel(Decoder):

@@ -138,6 +138,49 @@ def template_content(parts: Sequence[Any]) -> list[dict[str, Any]]:
     ]
 
 
+def sent_again(message: dict[str, Any]) -> dict[str, Any]:
+    """A recorded message as a client would send it: each image by its name in place of its URL."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    parts = [
+        {"type": "image_url", "image_url": {"url": part["image"]}}
+        if part["type"] == "image"
+        else part
+        for part in content
+    ]
+    return {**message, "content": parts}
+
+
+def image_names(messages: Iterable[dict[str, Any]]) -> list[str]:
+    """Of messages as templates read them, in their order."""
+    return [part["image"] for message in messages for part in _image_parts(message)]
+
+
+def named_images(messages: Sequence[dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
+    """`messages` with other names for their images, in their order."""
+    left = iter(names)
+    return [
+        {
+            **message,
+            "content": [
+                {"type": "image", "image": next(left)} if part["type"] == "image" else part
+                for part in message["content"]
+            ],
+        }
+        if _image_parts(message)
+        else message
+        for message in messages
+    ]
+
+
+def _image_parts(message: dict[str, Any]) -> list[dict[str, Any]]:
+    content = message.get("content")
+    return (
+        [part for part in content if part["type"] == "image"] if isinstance(content, list) else []
+    )
+
+
 def joined_contents(contents: Sequence[Content]) -> Content:
     """Of several messages, for one."""
     if all(isinstance(content, str) for content in contents):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from areal.api.json_text import dumps
-from areal.openai.content_parts import InputImage, chat_content
+from areal.openai.content_parts import InputImage, chat_content, sent_again
 from areal.openai.errors import WireError, parse_body
 from areal.openai.requests import Arguments, Count, HostedTool, Sampling, left_out
 from areal.utils.http_body import Body, Integer, Items, Name, Text, refused
@@ -243,7 +243,7 @@ def _earlier(name: str | None, cache: InteractionCache | None) -> list[dict[str,
         raise WireError(
             400, f"previous_response_id: no {name!r:.60} in this session", "previous_response_id"
         )
-    chat = cache[name].whole_chat()
+    chat = [sent_again(message) for message in cache[name].whole_chat()]
     has_instructions = bool((cache[name].response or {}).get("instructions"))
     return chat[1:] if has_instructions else chat
 

@@ -19,11 +19,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from areal.utils.data import MULTI_MODAL_KEY
+from areal.api.image_references import DIGEST_BYTES, DIGEST_KEY, GRID_KEY, MULTI_MODAL_KEY
 from areal.utils.fs import atomic_write_bytes
 
-DIGEST_KEY, GRID_KEY, PIXELS_KEY = "image_sha256", "image_grid_thw", "pixel_values"
-_DIGEST_BYTES = 32
+PIXELS_KEY = "pixel_values"
 
 # Encoded bytes -> pixels [P, V] float32, and the grid (time, height, width) of their patches.
 Cut = Callable[[bytes], tuple[np.ndarray, Sequence[int]]]
@@ -62,19 +61,8 @@ class ImageStore:
         return data
 
     def _path(self, digest: bytes) -> Path:
-        assert len(digest) == _DIGEST_BYTES, digest
+        assert len(digest) == DIGEST_BYTES, digest
         return self.folder / digest.hex()
-
-
-def references(digests: Sequence[bytes], grids: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
-    """One row of `multi_modal_input`; {} without images."""
-    if not digests:
-        return {}
-    rows = np.frombuffer(b"".join(digests), np.uint8).reshape(-1, _DIGEST_BYTES)
-    return {
-        DIGEST_KEY: torch.from_numpy(rows.copy()),
-        GRID_KEY: torch.from_numpy(np.array(grids, np.int64).reshape(-1, 3)),
-    }
 
 
 def with_pixels(
@@ -107,12 +95,12 @@ def _checked(row: Mapping[str, torch.Tensor]) -> tuple[list[bytes], list[list[in
     count = len(digests)
     if (
         digests.dtype != torch.uint8
-        or digests.shape != (count, _DIGEST_BYTES)
+        or digests.shape != (count, DIGEST_BYTES)
         or grids is None
         or grids.shape != (count, 3)
     ):
         raise ValueError(
-            f"{MULTI_MODAL_KEY}: expected {DIGEST_KEY} uint8 [N, {_DIGEST_BYTES}] and {GRID_KEY} "
+            f"{MULTI_MODAL_KEY}: expected {DIGEST_KEY} uint8 [N, {DIGEST_BYTES}] and {GRID_KEY} "
             f"[N, 3], got {digests.dtype} {list(digests.shape)} and "
             f"{None if grids is None else list(grids.shape)}"
         )

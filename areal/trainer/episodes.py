@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from areal.agents.sight import Sight
 from areal.agents.workflow import agent_workflow, online_workflow
 from areal.algorithm import DYNAMIC_FILTERS
 from areal.algorithm.normalization import are_equal, episode_means
 from areal.api.io_struct import EPISODE_KEY
 from areal.api.workflow_api import RolloutWorkflow, WorkflowLike, is_agent
+from areal.models.vision.processor import find_processor
 from areal.reward import get_reward_fn
+from areal.run.images import ImageStore
 from areal.run.paths import RunPaths
 from areal.trainer.servers import max_context
 from areal.utils import logging
@@ -49,20 +52,29 @@ def build_workflow(
     *,
     is_eval: bool,
     agents_folder: Path | None = None,
+    image_folder: Path | None = None,
 ) -> RolloutWorkflow:
     """The workflow `given`, or the config's; `kwargs` extend `workflow_kwargs`.
 
     With `rollout.agent.mode: online` external clients drive training episodes; evaluation still
-    uses a workflow. `agents_folder` is where servers for agents register.
+    uses a workflow. `agents_folder` is where servers for agents register, `image_folder` where
+    images are kept (default: the run's).
     """
+    image_folder = image_folder or RunPaths.of(config).images
     if config.rollout.agent.mode == "online" and not is_eval:
-        return _online(config, tokenizer, given, agents_folder)
+        _refuse_given(given)
+        return online_workflow(
+            **_agent_options(config, tokenizer, agents_folder, image_folder, is_eval=False),
+            is_routed=config.rollout.workers > 0,
+        )
     _, found = _chosen(config, given, is_eval)
     if isinstance(found, RolloutWorkflow):
         return resolve.build_workflow(found, kwargs)
     if is_agent(found):
         own = {**config.workflow_kwargs, **(kwargs or {})}
-        return _agent_episodes(config, tokenizer, found, own, agents_folder, is_eval=is_eval)
+        _check_agent_kwargs(found, own)
+        options = _agent_options(config, tokenizer, agents_folder, image_folder, is_eval=is_eval)
+        return agent_workflow(found, own, **options)
     arguments = {
         "gconfig": config.eval_gconfig if is_eval else config.gconfig,
         "tokenizer": tokenizer,
@@ -75,7 +87,7 @@ def build_workflow(
     elif "reward_fn" not in arguments:
         arguments["reward_fn"] = get_reward_fn(config.reward_fn)
     if isinstance(found, type) and issubclass(found, VisionRLVRWorkflow):
-        images = {"processor": config.actor.path, "image_folder": RunPaths.of(config).images}
+        images = {"processor": config.actor.path, "image_folder": image_folder}
         arguments = {**images, **arguments}
     if is_eval and kwargs and "gconfig" in kwargs:
         # A script may pass one gconfig for both; evaluation keeps its own.
@@ -104,20 +116,26 @@ def refuse_images(
     *,
     is_eval: bool,
 ) -> None:
-    """ValueError if the workflow (chosen as in `build_workflow`) is text-only and rows have images.
+    """ValueError if rows have images and the workflow (chosen as in `build_workflow`) is text-only,
+    or is an agent of a model that is.
 
     Checks all rows of a list, but only the first of a lazily loaded data set.
     """
-    if config.rollout.agent.mode == "online" and not is_eval:
-        return
-    name, found = _chosen(config, given, is_eval)
+    is_online = config.rollout.agent.mode == "online" and not is_eval
+    name, found = ("online", None) if is_online else _chosen(config, given, is_eval)
     extracts_itself = "data_extract_prompt_fn" in {**config.workflow_kwargs, **(kwargs or {})}
-    if extracts_itself or not getattr(found, "text_only", False):
+    has_agent = is_online or is_agent(found)
+    if not has_agent and (extracts_itself or not getattr(found, "text_only", False)):
         return
     looked_at = rows if isinstance(rows, list) else itertools.islice(rows, 1)
-    if any(has_images(row) for row in looked_at):
-        section = "valid_dataset" if is_eval else "train_dataset"
-        raise ValueError(resolve.image_refusal(section, getattr(config, section), name))
+    if not any(isinstance(row, Mapping) and has_images(row) for row in looked_at):
+        return
+    section = "valid_dataset" if is_eval else "train_dataset"
+    dataset = getattr(config, section)
+    if not has_agent:
+        raise ValueError(resolve.image_refusal(section, dataset, name))
+    if find_processor(config.actor.path, None) is None:
+        raise ValueError(resolve.agent_image_refusal(section, dataset, config.actor.path))
 
 
 def _chosen(config: PPOConfig, given: WorkflowLike | None, is_eval: bool) -> tuple[Any, Any]:
@@ -127,15 +145,7 @@ def _chosen(config: PPOConfig, given: WorkflowLike | None, is_eval: bool) -> tup
     return chosen, resolve.find_workflow(chosen)
 
 
-def _agent_episodes(
-    config: PPOConfig,
-    tokenizer: Any,
-    agent: Any,
-    kwargs: dict[str, Any],
-    folder: Path | None,
-    *,
-    is_eval: bool,
-) -> RolloutWorkflow:
+def _check_agent_kwargs(agent: Any, kwargs: dict[str, Any]) -> None:
     if not isinstance(agent, type) and kwargs:
         raise ValueError(
             f"workflow_kwargs build an agent, but {agent!r:.200} is built already: remove them"
@@ -145,39 +155,36 @@ def _agent_episodes(
             inspect.signature(agent).bind(**kwargs)
         except TypeError as error:
             raise ValueError(f"workflow_kwargs do not fit {agent.__name__}: {error}") from error
+
+
+def _agent_options(
+    config: PPOConfig,
+    tokenizer: Any,
+    folder: Path | None,
+    image_folder: Path,
+    *,
+    is_eval: bool,
+) -> dict[str, Any]:
     options = config.rollout.agent
-    gconfig = config.eval_gconfig if is_eval else config.gconfig
-    assert gconfig is not None  # set by the config
-    return agent_workflow(
-        agent,
-        kwargs,
+    processor = find_processor(config.actor.path, tokenizer)
+    store = ImageStore(image_folder)
+    return {
         # A fixed port is for external clients, and only one server can bind it.
-        config=dataclasses.replace(options, port=0, advertise_url=None) if is_eval else options,
-        tokenizer=tokenizer,
-        gconfig=gconfig,
-        folder=folder,
-        logs=_episode_logs(config),
-    )
+        "config": dataclasses.replace(options, port=0, advertise_url=None) if is_eval else options,
+        "tokenizer": tokenizer,
+        "gconfig": config.eval_gconfig if is_eval else config.gconfig,
+        "sight": processor and Sight(processor, store, options.image_folders),
+        "folder": folder,
+        "logs": RunPaths.of(config).logs if config.rollout.dump_to_file else None,
+    }
 
 
-def _episode_logs(config: PPOConfig) -> Path | None:
-    return RunPaths.of(config).logs if config.rollout.dump_to_file else None
-
-
-def _online(config: PPOConfig, tokenizer: Any, given: Any, folder: Path | None) -> RolloutWorkflow:
+def _refuse_given(given: Any) -> None:
     if given is not None:
         raise ValueError(
             "workflow must be left out with rollout.agent.mode=online: clients run the episodes; "
             f"got {given!r:.200}"
         )
-    return online_workflow(
-        config=config.rollout.agent,
-        tokenizer=tokenizer,
-        gconfig=config.gconfig,
-        folder=folder,
-        logs=_episode_logs(config),
-        is_routed=config.rollout.workers > 0,
-    )
 
 
 def build_filter(

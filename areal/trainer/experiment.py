@@ -17,6 +17,7 @@ from areal.run.model_paths import actor_section, pin_models
 from areal.run.paths import RunPaths
 from areal.run.run import StepObserver
 from areal.run.watchdog import watched
+from areal.trainer import offline
 from areal.trainer.episodes import refuse_images
 from areal.trainer.offline import DPOTrainer, RWTrainer, SFTTrainer
 from areal.trainer.preflight import check_rows, run_trial
@@ -49,8 +50,11 @@ def try_experiment(config: BaseExperimentConfig, say: Callable[[str], None]) -> 
 
 
 def refuse_image_rows(config: BaseExperimentConfig, train: Rows, valid: Rows | None) -> None:
-    """ValueError if rows have images and the config's workflow is text-only."""
-    if isinstance(config, PPOConfig):
+    """ValueError if rows have images, and the config's workflow or trainer is text-only."""
+    if not isinstance(config, PPOConfig):
+        offline.refuse_images(config, "train_dataset", train)
+        offline.refuse_images(config, "valid_dataset", valid or [])
+    else:
         refuse_images(config, None, None, train, is_eval=False)
         refuse_images(config, None, None, valid or [], is_eval=True)
 

@@ -11,15 +11,21 @@ step number, so a resumed run continues with the same rows.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Protocol
 
+from areal.api.image_references import MULTI_MODAL_KEY
+from areal.engine.train.fit import sees
+from areal.run.fingerprint import trainer_name
+from areal.run.model_paths import actor_section
 from areal.run.run import StepObserver
 from areal.trainer.base import Trainer
 from areal.trainer.learners import DPOLearner, EvalLoss, LMLearner, RWLearner
 from areal.utils import stats_tracker
 from areal.utils.perf_tracer import phase
+from areal.workflow.chat import has_images
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +55,40 @@ class Learner(Protocol):
     def summary(self, loss: float) -> dict[str, float]:
         """Statistics of an evaluation whose mean loss is `loss`."""
         ...
+
+
+def refuse_images(config: Any, section: str, rows: Rows) -> None:
+    """ValueError if rows have images that would not be seen: pairs, rows of a model of text, and
+    images that are not in `multi_modal_input`.
+
+    Checks all rows of a list, but only the first of others, which are made when they are read.
+    """
+    name = trainer_name(config)
+    looked_at = rows if isinstance(rows, list) else itertools.islice(rows, 1)
+    for number, row in enumerate(looked_at):
+        has_pixels = bool(row.get(MULTI_MODAL_KEY))
+        if not has_pixels and not has_images(row):
+            continue
+        where = f"{section}: row {number} has images, and "
+        if name != "sft":
+            raise ValueError(f"{where}trainer {name} reads text only: use a data set of text")
+        if not has_pixels:
+            raise ValueError(
+                f"{where}trainer sft reads them in {MULTI_MODAL_KEY!r}: use a loader that makes "
+                "such rows (docs/vision.md)"
+            )
+        actor = actor_section(config)
+        if not sees(actor):
+            raise ValueError(
+                f"{where}the model {actor.path!r} reads text only: name one with a vision tower in "
+                "actor.path, or use a data set of text"
+            )
+
+
+def _refuse_images_of(trainer: Trainer) -> None:
+    """Before a model is loaded."""
+    refuse_images(trainer.config, "train_dataset", trainer.train_dataset)
+    refuse_images(trainer.config, "valid_dataset", trainer.valid_dataset)
 
 
 def train_on_rows(trainer: Trainer, learner: Learner, on_step: StepObserver | None) -> None:
@@ -103,6 +143,7 @@ class SFTTrainer(Trainer):
     """
 
     def _open(self, stack: ExitStack) -> None:
+        _refuse_images_of(self)
         self.engine = self._open_engine("actor", self.config.actor, stack)
         self.learner = LMLearner(self.engine)
 
@@ -118,6 +159,7 @@ class RWTrainer(Trainer):
     """
 
     def _open(self, stack: ExitStack) -> None:
+        _refuse_images_of(self)
         self.engine = self._open_engine("actor", self.config.actor, stack)
         self.learner = RWLearner(self.engine)
 
@@ -133,6 +175,7 @@ class DPOTrainer(Trainer):
     """
 
     def _open(self, stack: ExitStack) -> None:
+        _refuse_images_of(self)
         actor = self.config.actor
         self.engine = self._open_engine("actor", actor, stack)
         ref = self._open_engine("ref", self.config.ref.engine_config(actor), stack, trained=False)

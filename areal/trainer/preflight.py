@@ -22,7 +22,6 @@ from areal.api.config.experiment import PPOConfig
 from areal.api.engine_api import InferenceEngine
 from areal.api.io_struct import ModelRequest, ModelResponse
 from areal.api.scratch import ScratchFolder
-from areal.engine.train.fit import VISION_WORKFLOWS
 from areal.rollout.failures import FailureLimits, describe
 from areal.rollout.group import GroupRunner
 from areal.run.fingerprint import trainer_name
@@ -122,9 +121,10 @@ def run_trial(
     engine = StubEngine(tokenizer, seed=config.seed)
     began = time.perf_counter()
     scratch = ScratchFolder("trial")
-    # A trial leaves nothing in the run's folder, where a workflow for images keeps them.
-    kwargs = {"image_folder": scratch.path} if config.workflow in VISION_WORKFLOWS else None
-    workflow = build_workflow(config, tokenizer, None, kwargs, is_eval=False)
+    # A trial leaves nothing in the run's folder, where images are kept.
+    workflow = build_workflow(
+        config, tokenizer, None, None, is_eval=False, image_folder=scratch.path
+    )
     try:
         group = asyncio.run(_run_group(config, workflow, engine, rows[0]))
         name = type(workflow).__name__

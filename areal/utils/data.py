@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-MULTI_MODAL_KEY = "multi_modal_input"  # one dict of image tensors per row, {} for a row without
+from areal.api.image_references import MULTI_MODAL_KEY
 
 
 def concat_padded_tensors(

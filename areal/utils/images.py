@@ -41,7 +41,15 @@ from areal.utils.limited_process import LimitedProcesses, LimitExceededError
 MAX_BYTES = 32 << 20
 _MAX_TEXT = MAX_BYTES * 4 // 3 + 4
 _MAX_SHOWN = 60
-_MAGIC = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"RIFF", b"GIF87a", b"GIF89a", b"BM")
+_TYPES = {
+    b"\x89PNG\r\n\x1a\n": "png",
+    b"\xff\xd8\xff": "jpeg",
+    b"RIFF": "webp",
+    b"GIF87a": "gif",
+    b"GIF89a": "gif",
+    b"BM": "bmp",
+}
+_MAGIC = tuple(_TYPES)
 _children = LimitedProcesses("areal.utils.image_worker", "the decoder of images", cpu_s=CPU_S)
 
 
@@ -84,6 +92,13 @@ def check_encoded(data: bytes) -> None:
         raise ImageError(
             f"the image begins with {data[:8]!r}, which is none of {', '.join(FORMATS)}"
         )
+
+
+def image_url(data: bytes) -> str:
+    """Encoded bytes as a `data:` URL; ImageError for what does not begin like an image."""
+    check_encoded(data)
+    kind = next(kind for magic, kind in _TYPES.items() if data.startswith(magic))
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 
 def decode_image(data: bytes) -> DecodedImage:

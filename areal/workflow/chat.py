@@ -44,13 +44,20 @@ def messages_of(data: dict[str, Any]) -> Any:
 
 
 def has_images(row: Mapping[str, Any]) -> bool:
-    """Whether a row has images, in `images` or in its chat."""
-    if row.get("images"):
+    """Whether a row has images: in `images`, in its chat, or as a picture in `image`."""
+    if row.get("images") or _is_picture(row.get("image")):
         return True
     chat = row.get("messages")
     contents = [m.get("content") for m in chat if isinstance(m, Mapping)] if chat else []
     parts = [part for content in contents if isinstance(content, list) for part in content]
     return any(isinstance(part, Mapping) and "image" in str(part.get("type")) for part in parts)
+
+
+def _is_picture(value: Any) -> bool:
+    """Not a name or a number, which a column may hold too."""
+    if isinstance(value, Mapping):  # of a data set of Hugging Face that is not decoded
+        value = value.get("bytes")
+    return isinstance(value, bytes) or callable(getattr(value, "getbands", None))  # PIL
 
 
 def chat_input_ids(messages: Any, tokenizer: Any, enable_thinking: bool) -> list[int]:

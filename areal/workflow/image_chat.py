@@ -4,6 +4,7 @@
            "images": [encoded bytes]}
     chat_of(row)      the messages, each image a bare {"type": "image"}: what a chat template reads
     images_of(row)    encoded bytes in the order of the chat
+    openai_chat(row)  the messages with each image as a data: URL: what an agent's client sends
 
 An image is in `images`, or in its part of the chat as OpenAI's API writes it: {"type": "image_url",
 "image_url": {"url": "data:image/png;base64,..."}}. Nothing is fetched.
@@ -15,7 +16,7 @@ import io
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from areal.utils.images import image_bytes
+from areal.utils.images import image_bytes, image_url
 
 
 def chat_of(data: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -26,6 +27,23 @@ def chat_of(data: Mapping[str, Any]) -> list[dict[str, Any]]:
         else dict(message)
         for message in chat
     ]
+
+
+def openai_chat(data: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The chat of a row as OpenAI's API writes it, images included."""
+    left = iter(images_of(data))
+    return [
+        {**message, "content": [_openai_part(part, left) for part in content]}
+        if isinstance(content := message.get("content"), list)
+        else dict(message)
+        for message in _messages(data)
+    ]
+
+
+def _openai_part(part: Any, left: Iterator[bytes]) -> Any:
+    if not _is_image(part):
+        return part
+    return {"type": "image_url", "image_url": {"url": image_url(next(left))}}
 
 
 def images_of(data: Mapping[str, Any]) -> list[bytes]:

@@ -50,6 +50,16 @@ def build_workflow(given: WorkflowLike, kwargs: dict[str, Any] | None) -> Rollou
         raise ValueError(f"workflow_kwargs do not fit {found.__name__}: {error}") from error
 
 
+def agent_image_refusal(section: str, dataset: DatasetConfig | None, model: str) -> str:
+    """Error text for rows with images and agents of a text-only model."""
+    path = "" if dataset is None else f" {dataset.path!r}"
+    return (
+        f"{section}.path: the rows of{path} have images, and the model that the agents talk to, "
+        f"{model!r}, reads text only: name one with a vision tower in actor.path, or use a data "
+        "set of text"
+    )
+
+
 def image_refusal(section: str, dataset: DatasetConfig | None, workflow: Any) -> str:
     """Error text for rows with images and a text-only workflow."""
     path = "" if dataset is None else f" {dataset.path!r}"

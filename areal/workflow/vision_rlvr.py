@@ -17,13 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from areal.api.image_references import MULTI_MODAL_KEY, ShownImage, references
 from areal.api.io_struct import Sample
 from areal.api.workflow_api import GroupResult, RolloutWorkflow
 from areal.api.workflow_context import episode, workflow_context
-from areal.models.vision.processor import ImageProcessor, load_processor
-from areal.run.images import ImageStore, references
+from areal.models.vision.processor import image_processor_of
+from areal.run.images import ImageStore
 from areal.utils import stats_tracker
-from areal.utils.data import MULTI_MODAL_KEY, concat_padded_tensors
+from areal.utils.data import concat_padded_tensors
 from areal.workflow.chat import ChatTurn, Prompt
 from areal.workflow.image_chat import chat_of, images_of
 from areal.workflow.multi_turn import FEEDBACK, feedback_ids
@@ -49,11 +50,11 @@ class _Question:
 class VisionRLVRWorkflow(RolloutWorkflow):
     """Episodes about images, scored by a reward function.
 
-    `processor` is the model's folder or hub name, or an `ImageProcessor`; `image_folder` is where
-    images are kept (a run's: RunPaths.images). Rows have `messages` with {"type": "image"} parts
-    and `images` in their order: encoded bytes, base64, `data:` URLs or PIL images. A row's other
-    columns reach the reward function as keywords. The remaining arguments are those of
-    `RLVRWorkflow` and `MultiTurnWorkflow`.
+    `processor` is the model's folder or hub name, transformers' `AutoProcessor` of it, or an
+    `ImageProcessor`; `image_folder` is where images are kept (a run's: RunPaths.images). Rows have
+    `messages` with {"type": "image"} parts and `images` in their order: encoded bytes, base64,
+    `data:` URLs or PIL images. A row's other columns reach the reward function as keywords. The
+    remaining arguments are those of `RLVRWorkflow` and `MultiTurnWorkflow`.
     """
 
     def __init__(
@@ -85,14 +86,7 @@ class VisionRLVRWorkflow(RolloutWorkflow):
             reward_kwargs=reward_kwargs,
         )
         self.tokenizer = self._turn.tokenizer
-        if isinstance(processor, str | Path):
-            processor = load_processor(processor, self.tokenizer)
-        if not isinstance(processor, ImageProcessor):
-            raise ValueError(
-                "processor: expected the model's folder or hub name, or an ImageProcessor of "
-                f"areal.models.vision.processor, got {type(processor).__name__}"
-            )
-        self.processor = processor
+        self.processor = image_processor_of(processor, self.tokenizer)
         self._store = ImageStore(image_folder)
         self._feedback, self._feedback_ids = {"role": "user", "content": feedback}, []
         if max_turns > 1:
@@ -178,18 +172,19 @@ class VisionRLVRWorkflow(RolloutWorkflow):
         images = images_of(data)
         prompt = await self._turn.prompt(data)
         # In a thread: files are flushed to disk, and another process decodes.
-        digests, grids = await asyncio.to_thread(self._keep, images)
+        shown = await asyncio.to_thread(self._keep, images)
         return _Question(
             prompt,
-            self.processor.expand(prompt.ids, grids),
+            self.processor.expand(prompt.ids, [one.grid for one in shown]),
             chat_of(data),
             [base64.b64encode(image).decode() for image in images],
-            references(digests, grids),
+            references(shown),
         )
 
-    def _keep(self, images: list[bytes]) -> tuple[list[bytes], list[Any]]:
+    def _keep(self, images: list[bytes]) -> list[ShownImage]:
         grids = [self.processor.grid_of(image) for image in images]  # first: it refuses bad ones
-        return [self._store.add(image) for image in images], grids
+        digests = [self._store.add(image) for image in images]
+        return [ShownImage(*pair) for pair in zip(digests, grids, strict=True)]
 
     def _record(self, reward: float, num_turns: int) -> None:
         stats = stats_tracker.get(workflow_context.stat_scope())

@@ -204,7 +204,7 @@ LONG = {"role": "user", "content": "x" * 4000}
         (*chat(logit_bias={"1": 200}), 400, "logit_bias: expected"),
         (*chat(logit_bias={"999999": 2}), 400, "logit_bias must name tokens of the model"),
         (*chat(presence_penalty=3), 400, "presence_penalty: expected a number"),
-        (*chat(messages=[IMAGE]), 400, "recorded as text: leave the images out"),
+        (*chat(messages=[IMAGE]), 400, "reads text only: leave the images out"),
         (*chat(messages=[LONG]), 400, "context_length_exceeded"),
         ("/v1/responses", {"input": "x" * 4000}, 400, "context_length_exceeded"),
         ("/v1/messages", {"messages": [LONG]}, 400, "prompt is too long: "),

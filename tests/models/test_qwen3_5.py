@@ -7,6 +7,7 @@ import torch
 from hf_twins import packed_logits, random_sequences
 from safetensors.torch import load_file, save_file
 from tiny import tiny_config, tiny_model, write_tiny_model
+from tiny_vision import write_tiny_vision_model
 
 from areal.models import decoder_args
 from areal.models.hf_io import build_model, load_hf, save_hf
@@ -25,6 +26,7 @@ def add_mtp(folder) -> None:
 
 
 def test_the_language_model_of_a_multimodal_checkpoint_is_read(tmp_path):
+    """Without a vision_config the tower is left where it is."""
     model = tiny_model("qwen3_5_text", tie_word_embeddings=False)
     nested = {
         name.replace("model.", "model.language_model.", 1): tensor
@@ -32,12 +34,8 @@ def test_the_language_model_of_a_multimodal_checkpoint_is_read(tmp_path):
     }
     tower = {"model.visual.patch_embed.proj.weight": torch.ones(2, 3), **MTP}
     text = tiny_config("qwen3_5_text", tie_word_embeddings=False)
-    config = {
-        "model_type": "qwen3_5",
-        "architectures": ["Qwen3_5ForConditionalGeneration"],
-        "text_config": text,
-        "vision_config": {},
-    }
+    architectures = ["Qwen3_5ForConditionalGeneration"]
+    config = {"model_type": "qwen3_5", "architectures": architectures, "text_config": text}
     save_hf({**nested, **tower}.items(), config, tmp_path)
     again = build_model(tmp_path, device="cpu", dtype=torch.float32)
     load_hf(again, tmp_path)
@@ -99,19 +97,28 @@ def test_the_published_shapes_are_read_from_their_defaults():
     assert args.delta_args.widths == (2048, 2048, 4096)
     sparse = decoder_args({"model_type": "qwen3_5_moe_text"})
     assert sparse.expert_args.num_experts == 256 and sparse.expert_args.shared_gate
+    vision = {"model_type": "qwen3_5", "text_config": {"hidden_size": 3584}, "vision_config": {}}
+    seeing = decoder_args(vision)
+    assert seeing.rope.axes[:6] == (0, 1, 2) * 2 and len(seeing.rope.axes) == 32
+    assert seeing.rope.axes[30:] == (0, 1), "11 pairs of the row, 10 of the column"
+    assert seeing.vision_args.placeholder_ids == (248053, 248054, 248056, 248057)
+    assert (seeing.vision_args.position_side, seeing.vision_args.deepstack_layers) == (48, ())
 
 
-def test_trained_models_keep_the_heads_for_further_tokens(tmp_path):
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5"])
+def test_trained_models_keep_the_heads_for_further_tokens(tmp_path, family):
     from areal.api.config.train_engine import OptimizerConfig, TrainEngineConfig
     from areal.api.io_struct import FinetuneSpec, SaveLoadMeta
     from areal.engine.train.archon import ArchonEngine
 
-    folder = write_tiny_model(tmp_path / "start", "qwen3_5_text")
+    write = write_tiny_vision_model if family == "qwen3_5" else write_tiny_model
+    folder = write(tmp_path / "start", family)
     add_mtp(folder)
     engine = ArchonEngine(TrainEngineConfig(path=str(folder), optimizer=OptimizerConfig(lr=1e-2)))
     engine.initialize(FinetuneSpec(total_train_epochs=1, dataset_size=1, train_batch_size=1))
     engine.save(SaveLoadMeta(path=str(tmp_path / "end"), weight_format="hf"))
     saved = load_file(tmp_path / "end" / "model.safetensors")
+    assert saved.keys() == load_file(folder / "model.safetensors").keys()
     for name, tensor in MTP.items():
         assert saved[name].dtype == tensor.dtype and torch.equal(saved[name], tensor)
     assert not any(name.startswith("mtp.") for name, _ in engine.hf_weights())

@@ -23,7 +23,7 @@ from areal.models.hf_io import build_model, load_hf, save_hf
 from areal.models.vision.positions import image_spans, mrope_positions, position_delta
 from areal.models.vision.tower import Images, Sight
 
-FAMILIES = ["qwen2_5_vl", "qwen3_vl"]
+FAMILIES = ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe"]
 # Of each row, height and width of its images in patches.
 ROWS = {
     "one image": [[(4, 6)]],
@@ -90,11 +90,13 @@ def test_gradients_equal_transformers(tmp_path, family):
     rows = rows_of(tiny_vision_config(family), ROWS["packed with and without"])
     sum(logits.logsumexp(-1).sum() for logits in packed_logits(ours, rows)).backward()
     sum(their_logits(theirs, row).logsumexp(-1).sum() for row in rows).backward()
+    adapter = ours.adapter
     expected = {
-        ours.adapter.usual_hf_name(name): parameter.grad
+        part: parameter.grad[place]
         for name, parameter in theirs.named_parameters()
+        for part, place in adapter.unfused(adapter.usual_hf_name(name), parameter.shape)
     }
-    found = {ours.adapter.to_hf_name(n): p.grad for n, p in ours.named_parameters()}
+    found = adapter.to_hf({name: weight.grad for name, weight in ours.named_parameters()})
     assert found.keys() == expected.keys()
     for name, grad in found.items():
         scale = expected[name].abs().max().item() + 1e-3

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from areal.api.image_references import ShownImage, references
 from areal.rollout.trajectory import decode, encode
-from areal.run.images import ImageStore, references, with_pixels
+from areal.run.images import ImageStore, with_pixels
 from areal.utils.fs import is_leftover
 
 
@@ -68,11 +69,12 @@ def test_a_missing_file_is_named(store):
 
 def test_a_trajectory_keeps_references_and_its_rows_get_pixels(store):
     digests = [store.add(b"ab"), store.add(b"xyz")]
-    row = references(digests, [(1, 1, 2), (1, 1, 3)])
+    grids = [(1, 1, 2), (1, 1, 3)]
+    row = references([ShownImage(*pair) for pair in zip(digests, grids, strict=True)])
     trajectory = {
         "input_ids": torch.zeros(3, 4, dtype=torch.int32),
         "attention_mask": torch.ones(3, 4, dtype=torch.bool),
-        "multi_modal_input": [row, references([], []), row],
+        "multi_modal_input": [row, references([]), row],
     }
     kept = decode(encode(trajectory))["multi_modal_input"]
     first, without, again = with_pixels(kept, store, cut)
@@ -89,7 +91,7 @@ def test_pixels_of_a_workflow_are_left_as_they_are(store):
 
 
 def test_an_image_that_is_cut_otherwise_now_is_refused(store):
-    row = references([store.add(b"ab")], [(1, 2, 2)])
+    row = references([ShownImage(store.add(b"ab"), (1, 2, 2))])
     with pytest.raises(ValueError, match=r"as \(1, 2, 2\) patches and is cut to \(1, 1, 2\) now"):
         with_pixels([row], store, cut)
 

@@ -12,9 +12,7 @@ from scripted_engine import ScriptedEngine
 from tiny_tokenizer import byte_tokenizer
 
 from areal.api.io_struct import EPISODE_KEY
-from areal.api.workflow_api import RolloutWorkflow
-from areal.trainer.episodes import RewardSpread, build_workflow, refuse_images
-from areal.workflow.rlvr import RLVRWorkflow
+from areal.trainer.episodes import RewardSpread, build_workflow
 
 
 def groups(*rewards: list[float]) -> list[dict[str, torch.Tensor]]:
@@ -67,28 +65,6 @@ def test_a_difference_begins_the_count_anew(caplog):
             spread.share(groups([0.0, 0.0]))
             spread.share(groups([0.0, 1.0]))
     assert not caplog.records
-
-
-TEXT = {"messages": [{"role": "user", "content": "1+1="}], "answer": "2"}
-IMAGE = {**TEXT, "images": [b"png"]}
-PART = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}
-
-
-class Sees(RolloutWorkflow):
-    async def arun_episode(self, engine, data): ...
-
-
-@pytest.mark.parametrize("rows", [[IMAGE], [TEXT] * 50 + [IMAGE], [TEXT, PART], (IMAGE, TEXT)])
-def test_images_are_refused_by_workflows_of_text(tmp_path, rows):
-    config = load(tmp_path, "ppo")
-    for given in (None, "multi_turn", RLVRWorkflow, "areal.workflow.rlvr.RLVRWorkflow"):
-        with pytest.raises(ValueError, match="^train_dataset.path: the rows of 'arithmetic' have"):
-            refuse_images(config, given, None, rows, is_eval=False)
-    with pytest.raises(ValueError, match="^valid_dataset.path: the rows of have images"):
-        refuse_images(config, None, None, rows, is_eval=True)
-    refuse_images(config, Sees, None, rows, is_eval=False)
-    refuse_images(config, None, {"data_extract_prompt_fn": str}, rows, is_eval=False)
-    refuse_images(config, None, None, [TEXT, {"messages": "any"}, {}], is_eval=False)
 
 
 @pytest.mark.parametrize(

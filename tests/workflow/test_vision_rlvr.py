@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import hashlib
 import io
 import json
@@ -20,8 +21,9 @@ from areal.api.engine_api import InferenceEngine
 from areal.api.io_struct import ModelResponse
 from areal.api.workflow_context import episode
 from areal.dataset.arithmetic import build_char_tokenizer
+from areal.dataset.image_rows import ImageSFTRows
 from areal.engine.train.fit import check_sight
-from areal.models.vision.processor import find_processor, load_processor
+from areal.models.vision.processor import find_processor, image_processor_of, load_processor
 from areal.rollout.trajectory import check_trajectory_format
 from areal.run.images import ImageStore, with_pixels
 from areal.utils.images import ImageError
@@ -233,6 +235,49 @@ def test_a_processor_of_another_model_is_refused(tmp_path, folder, tokenizer):
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     with pytest.raises(ValueError, match="preprocessor_config.json has patch_size 4, the vision_"):
         load_processor(tmp_path, tokenizer)
+
+
+class HasBoth:
+    """What an AutoProcessor has of images; that of Qwen's models needs torchvision."""
+
+    def __init__(self, image_processor, tokenizer):
+        self.image_processor, self.tokenizer = image_processor, tokenizer
+        self.image_token_id = tokenizer.convert_tokens_to_ids("<image>")
+
+
+@pytest.fixture(scope="module")
+def their_processor(folder, tokenizer):
+    from transformers import AutoImageProcessor
+
+    return HasBoth(AutoImageProcessor.from_pretrained(folder), tokenizer)
+
+
+def test_a_processor_of_transformers_is_accepted(their_processor, tokenizer, tmp_path):
+    made = image_processor_of(their_processor, tokenizer)
+    assert made.grid_of(WIDE) == (1, 2, 8)
+    gconfig = GenerationHyperparameters()
+    options = {"image_folder": tmp_path}
+    VisionRLVRWorkflow(exact_match, gconfig, tokenizer, their_processor, **options).close()
+    changed = HasBoth(copy.deepcopy(their_processor.image_processor), tokenizer)
+    changed.image_processor.size["longest_edge"] *= 4
+    with pytest.raises(ValueError, match="^processor: its max_pixels is 4096, and the model at "):
+        image_processor_of(changed, tokenizer)
+    with pytest.raises(ValueError, match="^processor: expected .* AutoProcessor, got int"):
+        image_processor_of(7, tokenizer)
+
+
+def test_supervised_rows_are_cut_alike_by_a_processor_of_transformers(their_processor, tokenizer):
+    rows = [row(IMAGE, TEXT, IMAGE, images=[RED, WIDE])]
+    own = image_processor_of(their_processor, tokenizer)
+    (ours,) = ImageSFTRows(rows, tokenizer, own, str)
+    (theirs,) = ImageSFTRows(rows, tokenizer, their_processor, str)
+    assert theirs["input_ids"] == ours["input_ids"] and theirs["loss_mask"] == ours["loss_mask"]
+    torch.testing.assert_close(theirs["multi_modal_input"], ours["multi_modal_input"])
+    forged = [row(IMAGE, {"type": "text", "text": "<image>"})]
+    with pytest.raises(ValueError, match="2 image tokens for 1 images"):
+        ImageSFTRows(forged, tokenizer, their_processor, str)[0]
+    with pytest.raises(ValueError, match="^processor: expected an ImageProcessor"):
+        ImageSFTRows(rows, tokenizer, object(), str)
 
 
 def test_supervised_rows_with_and_without_images_make_a_batch():

@@ -114,6 +114,9 @@ class AgentConfig:
     """A larger request is refused with status 413."""
     request_timeout_seconds: float = 3600.0
     """A call to the model that takes longer fails with status 504."""
+    image_folders: list[str] = field(default_factory=list)
+    """Folders below which images are read that an agent names as `file://` URLs. Default: only
+    `data:` URLs are taken."""
     set_reward_finish_timeout: float = 0.0
     """`online`: seconds that a reward may come late. A session that ended without one waits this
     long for it, and one that has its reward ends after this long without a request. 0: rewards come

@@ -31,7 +31,8 @@ from areal.models import decoder_args, vision_args
 from areal.models.common.args import DecoderArgs, share_of
 from areal.models.parallel_dims import ParallelDims, check_heads, check_layout
 from areal.models.stage_layout import StageLayout
-from areal.utils.model_files import language_config
+from areal.utils.hub import model_folder
+from areal.utils.model_files import language_config, read_hf_config
 
 if TYPE_CHECKING:
     from areal.api.config.experiment import BaseExperimentConfig
@@ -127,6 +128,14 @@ def check_sight(config: PPOConfig, hf_config: Mapping[str, Any]) -> None:
         trainer = ModelAllocation.from_str(config.actor.backend).backend
         _require_sight(key, name, "actor.backend", trainer, IMAGE_TRAINERS)
         _require_sight(key, name, "rollout.backend", config.rollout.engine, IMAGE_SERVERS)
+
+
+def sees(config: TrainEngineConfig) -> bool:
+    """Whether the model of `config` has a vision tower that its back end computes."""
+    hf_config = read_hf_config(model_folder(config.path, weights=False))
+    if ModelAllocation.from_str(config.backend).backend == "fsdp":  # of any family
+        return "vision_config" in hf_config
+    return vision_args(hf_config) is not None
 
 
 def _require_sight(

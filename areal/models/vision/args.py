@@ -44,6 +44,15 @@ _QWEN3_VL: dict[str, Any] = {
 }
 
 
+_QWEN3_5 = {key: value for key, value in _QWEN3_VL.items() if key != "deepstack_visual_indexes"}
+_QWEN3_5_TOKENS = {
+    "image_token_id": 248056,
+    "video_token_id": 248057,
+    "vision_start_token_id": 248053,
+    "vision_end_token_id": 248054,
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionArgs:
     """A tower: transformer blocks over the patches of an image, merged `merge_size` x `merge_size`
@@ -115,14 +124,27 @@ def qwen2_5_vl_vision(hf: Mapping[str, Any], dim: int) -> VisionArgs:
 
 def qwen3_vl_vision(hf: Mapping[str, Any], dim: int) -> VisionArgs:
     given = _vision_config(hf, _QWEN3_VL, activation="gelu_pytorch_tanh")
+    layers = tuple(given["deepstack_visual_indexes"])
+    side = _position_side(given)
+    return VisionArgs(**_common(hf, given, dim), position_side=side, deepstack_layers=layers)
+
+
+def qwen3_5_vision(hf: Mapping[str, Any], dim: int) -> VisionArgs:
+    """Qwen3-VL's without deepstack; the tokens have other numbers."""
+    given = _vision_config(hf, _QWEN3_5, activation="gelu_pytorch_tanh")
+    tokens = {key: value for key, value in hf.items() if key in _TOKENS and value is not None}
+    common = _common({**hf, **_QWEN3_5_TOKENS, **tokens}, given, dim)
+    return VisionArgs(**common, position_side=_position_side(given))
+
+
+def _position_side(given: Mapping[str, Any]) -> int:
     side = int(given["num_position_embeddings"] ** 0.5)
     if side**2 != given["num_position_embeddings"]:
         raise ValueError(
             "vision_config.num_position_embeddings must be a square number, got "
             f"{given['num_position_embeddings']}"
         )
-    layers = tuple(given["deepstack_visual_indexes"])
-    return VisionArgs(**_common(hf, given, dim), position_side=side, deepstack_layers=layers)
+    return side
 
 
 def _vision_config(

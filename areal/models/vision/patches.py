@@ -68,7 +68,7 @@ def read_patch_rules(folder: str | Path) -> PatchRules:
             continue
         given = content.get("image_processor", content)
         try:
-            return _rules(given)
+            return patch_rules(given)
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{file}: {error}") from None
     raise ValueError(
@@ -90,7 +90,8 @@ def rules_for(args: VisionArgs, folder: str | Path) -> PatchRules:
     return rules
 
 
-def _rules(given: Mapping[str, Any]) -> PatchRules:
+def patch_rules(given: Mapping[str, Any]) -> PatchRules:
+    """From the keys of an image processor; ValueError for what is not computed here."""
     kind = given.get("image_processor_type", _FAMILY)
     if str(kind).removesuffix("Fast").removesuffix("Pil") != _FAMILY:
         raise ValueError(f"image_processor_type must be {_FAMILY}, got {kind!r:.60}")
@@ -127,7 +128,7 @@ def _is_positive(value: Any, kind: type) -> bool:
 
 def _channels(name: str, value: Any) -> tuple[float, ...]:
     if (
-        not isinstance(value, list)
+        not isinstance(value, list | tuple)
         or len(value) != 3
         or not all(isinstance(number, int | float) and math.isfinite(number) for number in value)
     ):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,13 @@ import numpy as np
 
 from areal.models import vision_args
 from areal.models.vision.args import VisionArgs
-from areal.models.vision.patches import PatchRules, cut_patches, resized_sides, rules_for
+from areal.models.vision.patches import (
+    PatchRules,
+    cut_patches,
+    patch_rules,
+    resized_sides,
+    rules_for,
+)
 from areal.models.vision.placeholders import expand_placeholders
 from areal.utils.hub import model_folder
 from areal.utils.images import decode_image
@@ -77,6 +84,40 @@ def load_processor(path: str | Path, tokenizer: Any, *, key: str = "processor") 
             f"{key}: the model at {str(path)!r} reads text only; expected one with a vision tower"
         )
     return ImageProcessor(args, rules_for(args, folder), tokenizer)
+
+
+def image_processor_of(given: Any, tokenizer: Any) -> ImageProcessor:
+    """Of what a script passes as `processor`: an ImageProcessor, the model's folder or hub name, or
+    transformers' AutoProcessor of that folder."""
+    if isinstance(given, ImageProcessor):
+        return given
+    if isinstance(given, str | Path):
+        return load_processor(given, tokenizer)
+    cutter, its_tokenizer = (
+        getattr(given, "image_processor", None),
+        getattr(given, "tokenizer", None),
+    )
+    if cutter is None or its_tokenizer is None:
+        raise ValueError(
+            "processor: expected the model's folder or hub name, an ImageProcessor of "
+            f"areal.models.vision.processor or an AutoProcessor, got {type(given).__name__}"
+        )
+    path = its_tokenizer.name_or_path
+    own = load_processor(path, tokenizer)
+    _check_same_rules(own.rules, patch_rules(cutter.to_dict()), path)
+    return own
+
+
+def _check_same_rules(own: PatchRules, given: PatchRules, path: str) -> None:
+    """Engines and trainer cut images by the folder, so an object that was changed is refused."""
+    for field in fields(PatchRules):
+        found, expected = getattr(given, field.name), getattr(own, field.name)
+        if found != expected:
+            raise ValueError(
+                f"processor: its {field.name} is {found}, and the model at {path!r} has "
+                f"{expected}: save the changed processor beside the model, where servers and "
+                "trainer read it"
+            )
 
 
 def find_processor(path: str, tokenizer: Any) -> ImageProcessor | None:

@@ -105,6 +105,8 @@ def mixed_requests(text) -> list[GenRequest]:
         ("qwen2_5_vl", {"max_prefill_tokens": 3}),
         ("qwen2_5_vl", {"num_pages": 12}),
         ("qwen3_vl", {"max_prefill_tokens": 3, "num_pages": 12}),
+        ("qwen3_5", {"max_prefill_tokens": 3, "num_pages": 12}),
+        ("qwen3_5_moe", {}),
     ],
 )
 def test_logprobs_equal_a_fresh_forward(text, family, options):

@@ -41,6 +41,11 @@ def other_folder(tmp_path_factory) -> str:
     return str(write_vision(tmp_path_factory.mktemp("model"), "qwen3_vl"))
 
 
+@pytest.fixture(scope="module")
+def hybrid_folder(tmp_path_factory) -> str:
+    return str(write_vision(tmp_path_factory.mktemp("model"), "qwen3_5_moe"))
+
+
 def image_batch(*, without_images_at: tuple[int, ...] = ()) -> dict[str, Any]:
     """Seven rows: no image, one, several; rows 1 and 2 are samples of one prompt."""
     sizes = [[(4, 6)], [(4, 4)], [(4, 4)], [], [(2, 2), (6, 4)], [], [(2, 6)]]
@@ -82,7 +87,7 @@ def their_logprobs(folder: str, batch: dict[str, Any]) -> torch.Tensor:
     return out
 
 
-@pytest.mark.parametrize("which", ["folder", "other_folder"])
+@pytest.mark.parametrize("which", ["folder", "other_folder", "hybrid_folder"])
 def test_log_probabilities_equal_transformers_and_placeholders_have_none(which, request):
     batch, folder = image_batch(), request.getfixturevalue(which)
     engine = open_engine(folder, "archon:d1")
@@ -139,8 +144,10 @@ def ranks_body(jobs: list[tuple[str, str]], scratch: str) -> None:
             torch.save(found, f"{scratch}/{backend}.pt")
 
 
-def test_two_ranks_train_as_one_and_shard_and_save_the_tower(folder, other_folder, tmp_path):
-    jobs = [(folder, "archon:d2"), (other_folder, "archon:c2")]
+def test_two_ranks_train_as_one_and_shard_and_save_the_tower(
+    folder, other_folder, hybrid_folder, tmp_path
+):
+    jobs = [(folder, "archon:d2"), (other_folder, "archon:c2"), (hybrid_folder, "archon:d2e2")]
     run_ranks(2, "engine.train.test_archon_vision:ranks_body", jobs, str(tmp_path), timeout_s=900)
     for own, backend in jobs:
         expected, got = work(open_engine(own, "archon:d1")), torch.load(tmp_path / f"{backend}.pt")
