@@ -170,6 +170,7 @@ class Setup:
     asks_actor: bool  # log-probabilities before the update
     update_mode: str
     takes_turns: bool  # servers and models of the first group
+    offloaded: frozenset[str] = frozenset()  # roles on their devices only while they are used
 
     @property
     def training_devices(self) -> int:
@@ -203,6 +204,7 @@ def setup_of(
         asks_actor=asks_actor,
         update_mode=actor.weight_update_mode,
         takes_turns=config.rollout.scheduling_strategy.target is not None,
+        offloaded=frozenset(role for role, model in config.models().items() if model.offload),
     )
 
 
@@ -221,7 +223,7 @@ def plan_setup(setup: Setup, load: Workload, *, gpus: int | None = None) -> Plan
         DeviceMemory(
             " + ".join(roles),
             setup.world(roles),
-            [setup.trainers[role].memory(load, role) for role in roles],
+            _processes(setup, load, roles),
         )
         for roles in setup.groups
     ]
@@ -240,6 +242,16 @@ def plan_setup(setup: Setup, load: Workload, *, gpus: int | None = None) -> Plan
         times=_times(setup, servers, load, gpus),
         memory=memory,
     )
+
+
+def _processes(setup: Setup, load: Workload, roles: list[str]) -> list[Memory]:
+    """Of the models of one host; offloaded ones count as one that is each of them in turn."""
+    memory = {role: setup.trainers[role].memory(load, role) for role in roles}
+    in_turn = [role for role in roles if role in setup.offloaded]
+    if len(in_turn) < 2:
+        return list(memory.values())
+    phases = {role: {role: memory.pop(role).peak} for role in in_turn}
+    return [*memory.values(), Memory(" | ".join(in_turn), phases)]
 
 
 def _held(place: DeviceMemory) -> float:

@@ -176,6 +176,7 @@ class PPOTrainer(Trainer):
         """A batch that is ready already (staleness > 0) needs no switch of a shared device."""
         batch = self.rollout.take_batch()
         if batch is None:
+            self.room.clear()
             self.device.to_generation()
         with phase("rollout", "sync"):
             batch = batch or self.rollout.prepare_batch()

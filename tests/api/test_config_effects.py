@@ -178,6 +178,7 @@ AGENT = "workflow=my.Agent"
             "the weights of this model are sent to no server",
         ),
         ("sft", ["actor.archon.ac_mode=full"], "gradient_checkpointing is false"),
+        ("sft", ["actor.offload=true"], "actor.offload has no effect: no other model is in its"),
         (
             "sft",
             ["actor.archon={selective_ac_option: '2', ac_mode: full}"],
@@ -251,6 +252,7 @@ def test_a_key_that_must_be_a_mistake_is_refused(
         ("sft", ["valid_dataset={path: arithmetic, batch_size: 9}", "evaluator.freq_steps=5"]),
         ("sft", ["recover={mode: auto, freq_steps: 5, keep: 3}"]),
         ("sft", ["actor.use_lora=true", "actor.lora_rank=8"]),
+        ("ppo", ["actor.offload=true", "ref={offload: true}", "actor.kl_ctl=1"]),
         ("ppo", ["actor.use_lora=true", "rollout.lora_name=mine"]),
         ("sft", ["actor.backend=archon:d2", "actor.scheduling_spec=[{cpu: 2}]"]),
         ("sft", ["actor.gradient_checkpointing=true", "actor.archon.ac_mode=full"]),

@@ -77,6 +77,14 @@ def test_roles_are_absent_by_default(tmp_path: Path) -> None:
         (["ref.backend=native:d1", "actor.kl_ctl=1"], "ref.backend 'native:d1' is for inference"),
         (["teacher={path: $AREAL_UNSET/x}"], "teacher.path uses $AREAL_UNSET, which is not set"),
         (["teacher={path: big, beta: 1}"], "teacher.beta: unknown key; "),
+        (
+            ["ref={offload: true, backend: 'megatron:d1'}", "actor.kl_ctl=1"],
+            "ref.offload must be false with backend megatron",
+        ),
+        (
+            ["actor.backend=fsdp:d1", "actor.offload=true", "actor.fsdp.offload_params=true"],
+            "actor.offload must be false with fsdp.offload_params",
+        ),
         (["critic.eps_clip=0"], "critic.eps_clip must be above 0, got 0.0"),
         (["critic.ppo_n_minibatches=0"], "critic.ppo_n_minibatches must be at least 1, got 0"),
         (["critic.kl_ctl=1"], "critic.kl_ctl: unknown key; it belongs at actor.kl_ctl"),

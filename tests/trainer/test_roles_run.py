@@ -108,6 +108,17 @@ def test_a_resumed_run_ends_with_the_same_bits_in_every_role(ppo_run):
     assert recover_state(paths)["kl_control"] == recover_state(whole)["kl_control"]
 
 
+def test_models_that_make_room_for_each_other_end_with_the_same_bits(ppo_run):
+    root, _, whole = ppo_run
+    offloaded = [f"{role}.offload=true" for role in ("actor", "critic", "ref")]
+    config = grpo_config(root, *PPO, *offloaded, "trial_name=offloaded")
+    run_experiment(config)
+    paths = RunPaths.of(config)
+    assert files(paths.checkpoints) == files(whole.checkpoints)
+    steps = [json.loads(text) for (text,) in query(paths.root, "SELECT stats FROM steps")]
+    assert all(stats["timeperf/onload"] > 0 and stats["timeperf/offload"] > 0 for stats in steps)
+
+
 def test_a_run_does_not_go_on_with_other_models(ppo_run):
     root, config, _ = ppo_run
     without = [override for override in PPO if not override.startswith("critic=")]

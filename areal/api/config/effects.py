@@ -125,6 +125,11 @@ def _in_controller(context: KeyContext) -> bool:
     return context.config.hosts()[context.role] == "controller"
 
 
+def _takes_turns(context: KeyContext) -> bool:
+    hosts = context.config.hosts()
+    return context.config.trainer == "ppo" or list(hosts.values()).count(hosts[context.role]) > 1
+
+
 def _learns_by_reward(context: KeyContext) -> bool:
     teacher = context.config.teacher
     return teacher is None or teacher.rl_loss_weight > 0
@@ -329,6 +334,10 @@ ROWS: tuple[Row, ...] = (
         _unless(
             lambda p: not p.section.is_critic, "is_critic is true: it gives values, not tokens"
         ),
+    ),
+    Row(
+        ("*.offload",),
+        _unless(_takes_turns, "no other model is in its processes, and this trainer never waits"),
     ),
     Row(
         _of_trained("lora_rank", "lora_alpha"),

@@ -51,6 +51,8 @@ class FrozenModelConfig:
     """Precision of the model. Default: actor.dtype."""
     mb_spec: MicroBatchSpec | None = None
     """How a batch is split into micro-batches. Default: actor.mb_spec."""
+    offload: bool = False
+    """Keep the weights in host memory but while this model is used, as actor.offload."""
     scheduling_spec: list[SchedulingSpec] = field(default_factory=list)
     """What each rank needs of its machine: one entry for all ranks, or one for each."""
     scheduling_strategy: SchedulingStrategy = field(default_factory=SchedulingStrategy)
@@ -101,6 +103,7 @@ class FrozenModelConfig:
             archon=archon if engine == "archon" else ArchonEngineConfig(),
             megatron=actor.megatron if same_layout else MegatronEngineConfig(),
             enable_tree_training=actor.enable_tree_training and engine == "archon",
+            offload=self.offload,
             scheduling_spec=self.scheduling_spec,
             scheduling_strategy=self.scheduling_strategy,
             setup_timeout=actor.setup_timeout,

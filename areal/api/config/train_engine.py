@@ -231,6 +231,10 @@ class TrainEngineConfig:
     """Divides the logits before log-probabilities. For RL it must equal `gconfig.temperature`."""
     logprobs_chunk_size: int = 2048
     """Tokens whose logits exist at the same time; bounds the memory of the LM head."""
+    offload: bool = False
+    """Keep weights and optimizer in host memory but while this model is used: they leave the device
+    when another model of the same processes computes, and when training waits for episodes. Same
+    results. Backends archon and fsdp."""
     batch_invariant: bool = False
     """Forward passes with the kernels of native.batch_invariant: log-probabilities of both are then
     equal bit for bit. Needs a CUDA device; slower."""
@@ -370,6 +374,7 @@ class TrainEngineConfig:
             "freeze_vision_tower needs backend archon or fsdp (megatron trains text models)",
             self.freeze_vision_tower,
         )
+        check_offload("offload", self.offload, engine, self.fsdp)
         if engine != "fsdp":
             for name, value in {
                 "fsdp.offload_params": self.fsdp.offload_params,
@@ -451,6 +456,20 @@ class TrainEngineConfig:
             f"enable_tree_training computes a tree on one rank: use d alone {several}",
             True,
         )
+
+
+def check_offload(key: str, offload: bool, engine: str, fsdp: FSDPEngineConfig) -> None:
+    """`offload` is the value of `key`."""
+    require(
+        not offload or engine != "megatron",
+        f"{key} must be false with backend megatron, whose buffers cannot leave the device",
+        offload,
+    )
+    require(
+        not (offload and engine == "fsdp" and fsdp.offload_params),
+        f"{key} must be false with fsdp.offload_params, which keeps them in host memory always",
+        offload,
+    )
 
 
 _TRAINING_ENGINES = ("archon", "fsdp", "megatron")
