@@ -184,6 +184,8 @@ def setup_of(
     config: PPOConfig, hf_configs: Mapping[str, Mapping[str, Any]], device: Device
 ) -> Setup:
     """`hf_configs`: the config.json of each role."""
+    if config.served_models():
+        raise UnplannableError("teacher.engine_type: servers of a teacher are not planned")
     trainers, groups = {}, {}
     for role, section in config.models().items():
         if isinstance(section, FrozenModelConfig):

@@ -36,7 +36,7 @@ rollout.api_url {trained}.path {trained}.backend {trained}.init_from_scratch {tr
 {trained}.optimizer.beta1 {trained}.optimizer.lr_scheduler_type {trained}.optimizer.warmup_steps
 {trained}.optimizer.gradient_clipping
 {frozen}.path {frozen}.backend {frozen}.dtype {frozen}.mb_spec.* {frozen}.scheduling_strategy.*
-teacher.rl_loss_weight teacher.distill_loss_weight
+teacher.rl_loss_weight teacher.distill_loss_weight teacher.engine_type
 critic.eps_clip critic.value_error critic.mask_no_eos_with_zero
 actor.beta actor.loss_type actor.policy_loss actor.policy_loss_kwargs actor.kl_ctl
 actor.kl_loss_coef actor.kl_target actor.recompute_logprob
@@ -240,6 +240,7 @@ def test_a_key_that_must_be_a_mistake_is_refused(
     ("trainer", "overrides"),
     [
         ("ppo", ["rollout.backend=vllm:d1", "vllm.max_model_len=512"]),
+        ("ppo", ["teacher={path: t, engine_type: rollout, backend: 'vllm:d1'}", "vllm.seed=3"]),
         ("ppo", ["vllm={max_num_seqs: 256}", "sglang={mem_fraction_static: 0.9}"]),  # defaults
         ("ppo", ["rollout.agent.turn_discount=0.9", AGENT]),
         ("ppo", ["rollout.agent={mode: subproc, subproc_max_workers: 2}", AGENT]),

@@ -61,7 +61,6 @@ _ABSENT = {
     "*.archon.fp8_config*": "there is archon.fp8_forward, for servers with native.dtype fp8",
     "*.archon.use_deterministic_algorithms": "use batch_invariant for equal bits in any batch",
     "*.archon.moe_router_dtype": "routers compute in float32",
-    "teacher.engine_type": "a teacher is an engine of the run, as engine_type: train",
     # Rollout
     "rollout.queue_size": "the queue follows max_head_offpolicyness",
     "rollout.enable_rollout_tracing": "use perf_tracer.enabled, and rollout.dump_to_file for texts",

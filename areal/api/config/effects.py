@@ -126,6 +126,8 @@ def _in_controller(context: KeyContext) -> bool:
 
 
 def _takes_turns(context: KeyContext) -> bool:
+    if context.role in context.config.served_models():
+        return True  # refused there
     hosts = context.config.hosts()
     return context.config.trainer == "ppo" or list(hosts.values()).count(hosts[context.role]) > 1
 
@@ -137,15 +139,19 @@ def _learns_by_reward(context: KeyContext) -> bool:
 
 def _engine_reason(engine: str) -> Reason:
     def reason(context: KeyContext) -> str | None:
-        backend = context.config.rollout.backend
-        return (
-            None if context.config.rollout.engine == engine else f"rollout.backend is {backend!r}"
-        )
+        config = context.config
+        backends = {"rollout": config.rollout.backend}
+        backends |= {role: model.backend for role, model in config.served_models().items()}
+        if any(ModelAllocation.from_str(one).backend == engine for one in backends.values()):
+            return None
+        return " and ".join(f"{role}.backend is {one!r}" for role, one in backends.items())
 
     return reason
 
 
 def _spec_reason(context: KeyContext) -> str | None:
+    if context.role in context.config.served_models():
+        return None if context.config.scheduler.by_ray else "scheduler.type is local"
     if _in_controller(context):
         return "this model runs in the controller itself"
     by_ray = context.config.scheduler.by_ray

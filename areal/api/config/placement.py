@@ -135,6 +135,11 @@ def check_servers(config: RLExperiment) -> None:
     check_allocation(config.allocation_mode, "inference", rollout.backend)
 
 
+def check_teacher_servers(rollout: InferenceEngineConfig) -> None:
+    """`rollout` as the teacher's servers see it."""
+    _check_num_specs("teacher", rollout, rollout.num_servers, "servers")
+
+
 def _weight_update_modes(config: RLExperiment) -> Iterator[tuple[tuple[str, ...], str]]:
     """The transports that each part of the placement supports, and which part it is."""
     rollout, num_nodes = config.rollout, config.cluster.n_nodes

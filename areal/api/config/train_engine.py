@@ -241,7 +241,7 @@ class TrainEngineConfig:
     enable_tree_training: bool = False
     """Compute shared prefixes of a micro-batch once: the prompt of a group, earlier turns of an
     agent. Same loss and gradients but for rounding; max_tokens_per_mb then counts the tokens
-    computed. Needs backend archon with data parallelism alone."""
+    computed. For backends archon and fsdp, without pipeline stages."""
     mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec)
     """How a batch is split into micro-batches."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
@@ -308,14 +308,16 @@ class TrainEngineConfig:
 
     def _check_engine_keys(self, engine: str) -> None:
         """Reject keys that the chosen engine does not read."""
-        if engine != "archon":
-            for name, value in {
-                "batch_invariant": self.batch_invariant,
-                "enable_tree_training": self.enable_tree_training,
-            }.items():
-                require(
-                    not value, f"{name} needs backend archon (backend is {self.backend!r})", value
-                )
+        require(
+            engine == "archon" or not self.batch_invariant,
+            f"batch_invariant needs backend archon (backend is {self.backend!r})",
+            self.batch_invariant,
+        )
+        require(
+            engine != "megatron" or not self.enable_tree_training,
+            "enable_tree_training needs backend archon or fsdp (backend is megatron)",
+            self.enable_tree_training,
+        )
         require(
             not (self.batch_invariant and self.enable_tree_training),
             "enable_tree_training has no batch_invariant attention: turn one of them off",
@@ -452,8 +454,9 @@ class TrainEngineConfig:
             True,
         )
         require(
-            not self.enable_tree_training or layout.world_size == layout.data_parallel_size,
-            f"enable_tree_training computes a tree on one rank: use d alone {several}",
+            not self.enable_tree_training or layout.pipeline_parallel_size == 1,
+            f"enable_tree_training cannot be cut into pipeline stages: use d, t or c instead of p "
+            f"{several}",
             True,
         )
 
