@@ -165,6 +165,26 @@ async def check_generation(world: ServerWorld) -> None:
     assert later.output_len > 20 or later.stop_reason == "length"
 
 
+async def check_scores(world: ServerWorld) -> None:
+    """Log-probabilities of given tokens are those that the model gives them when it samples."""
+    replies = await asyncio.gather(*[world.engine.agenerate(request(seed=s)) for s in range(3)])
+    rows = [[*reply.input_tokens, *reply.output_tokens] for reply in replies]
+    rows.append(rows[0][:2])
+    width = max(map(len, rows))
+    data = {
+        "input_ids": torch.tensor([row + [0] * (width - len(row)) for row in rows]),
+        "attention_mask": torch.tensor([[i < len(row) for i in range(width)] for row in rows]),
+    }
+    scores_BS = await asyncio.to_thread(world.engine.compute_logp, data)
+    for scores_S, reply in zip(scores_BS, replies, strict=False):
+        start = reply.input_len - 1
+        told_T = scores_S[start : start + reply.output_len]
+        expected_T = torch.tensor(reply.output_logprobs)
+        torch.testing.assert_close(told_T, expected_T, rtol=0, atol=world.tolerance)
+    assert abs(scores_BS[3, 0] - scores_BS[0, 0]) < world.tolerance
+    assert scores_BS[:, 0].lt(0).all() and not scores_BS[3, 1:].any()
+
+
 async def check_refusals(world: ServerWorld) -> None:
     for wrong, match in (
         (request(ids=[]), "input_ids"),

@@ -100,6 +100,10 @@ def create_app(loop: EngineLoop, token: str, model_path: str, *, max_lora_rank: 
     async def generate(request: Request):
         body = await routes.read_body(request, routes.Generate)
         assert body.return_logprob
+        if body.sampling_params.max_new_tokens == 0:
+            assert body.logprob_start_len == 0, "areal asks for all tokens of the prompt"
+            scored = await asyncio.to_thread(loop.call(lambda e: e.score([body.input_ids])).result)
+            return prompt_answer(body.input_ids, scored[0].logprobs)
         options = gconfig(body.sampling_params).new(lora_name=body.lora_path or "")
         work = GenRequest(str(next(numbers)), body.input_ids, options)
         if body.stream:
@@ -313,6 +317,15 @@ def answer(finished) -> dict:
             "output_token_logprobs": [[logprob, token, None] for logprob, token in pairs],
         },
     }
+
+
+def prompt_answer(tokens: list[int], logprobs: list[float]) -> dict:
+    """Of a request that generates nothing; nothing precedes the first token."""
+    told = [[None, tokens[0], None]]
+    told += [[p, token, None] for p, token in zip(logprobs, tokens[1:], strict=False)]
+    info = {"finish_reason": {"type": "length", "length": 0}, "completion_tokens": 0}
+    info |= {"input_token_logprobs": told, "output_token_logprobs": []}
+    return {"text": "", "output_ids": [], "meta_info": info}
 
 
 def read_weights(folder: Path):

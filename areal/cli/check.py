@@ -353,7 +353,8 @@ def _summary(config: BaseExperimentConfig, found: Mapping[str, Found]) -> str:
         parts.append(f"{data.batch_size} {things} a step")
         parts.append(actor.backend)
     others = [
-        f"{role} {section.path}{_state(found[role])}" for role, section in config.models().items()
+        f"{role} {section.path}{_state(found[role])}"
+        for role, section in config.all_models().items()
     ][1:]
     parts += [f"with {' and '.join(others)}"] if others else []
     parts.append(f"run folder {run}")

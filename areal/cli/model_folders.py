@@ -38,7 +38,7 @@ def check_models(config: BaseExperimentConfig, *, deadline_s: float | None) -> d
     """Every role's model and the tokenizer, by role; hubs are queried until the deadline."""
     found = _look_up_all(config, deadline_s)
     paths, hf_configs = model_paths(config), {}
-    for role, section in config.models().items():
+    for role, section in config.all_models().items():
         place = found[role]
         if place.folder is not None:
             _check_folder(role, paths[role], place.folder, needs_weights=_needs_weights(section))
@@ -49,7 +49,7 @@ def check_models(config: BaseExperimentConfig, *, deadline_s: float | None) -> d
     tokenizer = found["tokenizer"].folder
     if tokenizer is not None:
         _check_tokenizer(config.tokenizer_path, tokenizer)
-        for role in config.models():
+        for role in config.all_models():
             folder = found[role].folder
             if folder is not None:
                 _check_same_tokens(f"{role}.path", folder, tokenizer)
@@ -68,7 +68,7 @@ def _look_up_all(config: BaseExperimentConfig, deadline_s: float | None) -> dict
             path = str(name.at(commits[path]))
         return look_up(path, key=key, weights=weights, deadline_s=deadline_s)
 
-    models = config.models()
+    models = config.all_models()
     wanted = {
         role: (f"{role}.path", path, _needs_weights(models[role]))
         for role, path in model_paths(config).items()

@@ -13,6 +13,8 @@ def all_jobs(config: BaseExperimentConfig) -> list[Job]:
     if isinstance(config, PPOConfig):
         if not config.rollout.api_url:
             jobs.append(server_job(config))
+        if config.served_models():
+            jobs.append(server_job(config.of_teacher(), "teacher"))
         if config.rollout.workers:
             jobs.append(rollout_worker_job(config))
     return jobs
@@ -39,13 +41,13 @@ def model_job(config: BaseExperimentConfig, role: str) -> Job:
     )
 
 
-def server_job(config: PPOConfig) -> Job:
-    """The inference servers, one worker each."""
+def server_job(config: PPOConfig, role: str = "rollout") -> Job:
+    """The inference servers, one worker each; those of a teacher by its view of the config."""
     rollout = config.rollout
     num_threads = config.server.threads * rollout.ranks_per_server
     specs = rollout.scheduling_spec or [SchedulingSpec()]
     return Job(
-        role="rollout",
+        role=role,
         replicas=rollout.num_servers,
         tasks=[replace(spec, cpu=spec.cpu or num_threads) for spec in specs],
         default_gpus=rollout.ranks_per_server,

@@ -177,6 +177,7 @@ class Setup:
     asks_actor: bool  # log-probabilities before the update
     update_mode: str
     takes_turns: bool  # servers and models of the first group
+    offloaded: frozenset[str] = frozenset()  # roles on their devices only while they are used
 
     @property
     def training_devices(self) -> int:
@@ -189,13 +190,16 @@ def num_devices(trainers: Mapping[str, Trainer], roles: list[str]) -> int:
 
 
 def training_memory(
-    trainers: Mapping[str, Trainer], groups: list[list[str]], load: Workload
+    trainers: Mapping[str, Trainer],
+    groups: list[list[str]],
+    load: Workload,
+    offloaded: frozenset[str] = frozenset(),
 ) -> list[DeviceMemory]:
     return [
         DeviceMemory(
             " + ".join(roles),
             num_devices(trainers, roles),
-            [trainers[role].memory(load, role) for role in roles],
+            _processes({role: trainers[role].memory(load, role) for role in roles}, offloaded),
         )
         for roles in groups
     ]
@@ -225,6 +229,8 @@ def setup_of(
     config: PPOConfig, hf_configs: Mapping[str, Mapping[str, Any]], device: Device
 ) -> Setup:
     """`hf_configs`: the config.json of each role."""
+    if config.served_models():
+        raise UnplannableError("teacher.engine_type: servers of a teacher are not planned")
     trainers, groups = trainers_of(config, config.actor, hf_configs, device)
     actor = config.actor
     asks_actor = actor.recompute_logprob
@@ -237,6 +243,7 @@ def setup_of(
         asks_actor=asks_actor,
         update_mode=actor.weight_update_mode,
         takes_turns=config.rollout.scheduling_strategy.target is not None,
+        offloaded=frozenset(role for role, model in config.models().items() if model.offload),
     )
 
 
@@ -251,7 +258,7 @@ def plan_setup(setup: Setup, load: Workload, *, gpus: int | None = None) -> Plan
             f"--gpus: {gpus} are fewer than the {wanted} of the layouts (training {training}, "
             f"servers {servers.num_devices}): lower d of actor.backend or rollout.backend"
         )
-    memory = training_memory(setup.trainers, setup.groups, load)
+    memory = training_memory(setup.trainers, setup.groups, load, setup.offloaded)
     if has_own:
         memory.append(DeviceMemory("rollout", servers.num_devices, [servers.memory("rollout")]))
     else:
@@ -267,6 +274,15 @@ def plan_setup(setup: Setup, load: Workload, *, gpus: int | None = None) -> Plan
         times=_times(setup, servers, load, gpus),
         memory=memory,
     )
+
+
+def _processes(memory: dict[str, Memory], offloaded: frozenset[str]) -> list[Memory]:
+    """Of the models of one host; offloaded ones count as one that is each of them in turn."""
+    in_turn = [role for role in memory if role in offloaded]
+    if len(in_turn) < 2:
+        return list(memory.values())
+    phases = {role: {role: memory.pop(role).peak} for role in in_turn}
+    return [*memory.values(), Memory(" | ".join(in_turn), phases)]
 
 
 def _held(place: DeviceMemory) -> float:

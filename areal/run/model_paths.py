@@ -37,7 +37,7 @@ def actor_section(config: BaseExperimentConfig) -> TrainEngineConfig:
 def model_paths(config: BaseExperimentConfig) -> dict[str, str]:
     """Role -> folder or hub name of its model; by default the actor's."""
     actor = actor_section(config)
-    return {role: section.path or actor.path for role, section in config.models().items()}
+    return {role: section.path or actor.path for role, section in config.all_models().items()}
 
 
 def pin_models(config: BaseExperimentConfig, paths: RunPaths) -> None:
@@ -54,7 +54,7 @@ def pin_models(config: BaseExperimentConfig, paths: RunPaths) -> None:
             logger.info("%s: %s is at commit %s", key, path, pinned[path])
         return str(name.at(pinned[path]))
 
-    models = config.models()
+    models = config.all_models()
     for role, path in model_paths(config).items():
         models[role].path = commit_of(path, f"{role}.path")
     config.tokenizer_path = commit_of(config.tokenizer_path, "tokenizer_path")
@@ -75,7 +75,7 @@ def fetch_models(config: BaseExperimentConfig) -> None:
     }
     check_models(config, hf_configs)
     if config.scheduler.type == "local":
-        for role, section in config.models().items():
+        for role, section in config.all_models().items():
             drawn = isinstance(section, TrainEngineConfig) and section.init_from_scratch
             model_folder(paths[role], key=f"{role}.path", weights=not drawn)
 

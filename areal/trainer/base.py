@@ -27,6 +27,7 @@ from areal.infra.scheduler import open_scheduler
 from areal.infra.train_controller import TrainController
 from areal.rollout.source import PromptSource
 from areal.run.run import Run
+from areal.trainer.colocation import ModelRoom
 from areal.utils import logging
 from areal.utils.startup import stage
 from areal.utils.tokenizer import load_hf_tokenizer
@@ -44,6 +45,9 @@ class Trainer(ABC):
         self.valid_dataset = list(valid_dataset or ())
         self.scheduler: Scheduler | None = None  # None while the run has no workers
         self.models: dict[str, TrainEngine] = {}  # by role
+        sections = config.models()
+        offloaded = [role for role, section in sections.items() if section.offload]
+        self.room = ModelRoom(offloaded, config.hosts())
         self._closing = ExitStack()
         try:
             run = Run(
@@ -95,6 +99,7 @@ class Trainer(ABC):
                 engine = self._open_ranks(role, config, stack)
             stack.callback(engine.destroy)
             engine.initialize(self.run.ft_spec if trained else None)
+            engine = self.room.resident(role, engine)
         self.models[role] = engine
         if trained:
             self.run.roles.add(role, engine)

@@ -3,9 +3,10 @@
     listen_for_servers(config, run, engine, stack)   # from the first step on, until `stack` closes
 
 Requests come through the run's folder (run/mailbox.py). A server that joins must be of the run's
-kind and model; the engine then brings it to the live weights and verifies them before it gets a
-request (engine/remote/admission.py). One that leaves is drained first. A request blocks its own
-thread only; its failure is answered and never ends the run.
+kind and model. The engine then brings it to the live weights, or where nothing holds them sends it
+the next ones too, and verifies them before it gets a request (engine/remote/admission.py). One that
+leaves is drained first. A request blocks its own thread only; its failure is answered and never
+ends the run.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("Fleet")
 
 _LASTING = ("shm", "disk")  # transports whose weights a server can load later
+_SENT = ("xccl", "delta")  # those that leave nothing behind: a server joins with the next weights
 _ADDRESS = re.compile(r"[A-Za-z0-9._-]{1,253}:[0-9]{1,5}")
 
 
@@ -94,14 +96,18 @@ class _Fleet:
         remember_secret(token)
         config, engine = self._config, self._engine
         mode = config.actor.weight_update_mode
-        if mode not in _LASTING:
+        if mode not in (*_LASTING, *_SENT):
             raise ValueError(
-                f"actor.weight_update_mode: with {mode!r} nothing holds the weights for a server "
-                "that joins later; set it to disk or shm"
+                f"actor.weight_update_mode: with {mode!r} the server is on the trainer's GPU, and "
+                "no other can join; set it to disk, shm, delta or xccl"
             )
         if address not in engine.servers:
             check_server(config, protocol_of(config), address, token, key="join")
-            engine.join(address, token=token)
+            if mode in _LASTING:
+                engine.join(address, token=token)
+            else:
+                limit_s = config.actor.request_timeout  # of a training step
+                engine.join_with_next_weights(address, token=token, timeout_s=limit_s)
             self._left.discard(address)
             self._record("joined", address)
         return {"servers": engine.member_states()}

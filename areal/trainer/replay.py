@@ -38,6 +38,7 @@ from areal.trainer.base import Trainer
 from areal.trainer.episodes import describe_batch
 from areal.trainer.ppo.actor import PPOLearner
 from areal.trainer.recording import Recording
+from areal.trainer.servers import open_teacher
 from areal.trainer.shown_images import ShownImages
 from areal.utils import stats_tracker
 
@@ -98,7 +99,11 @@ class Rehearsal(Trainer):
     """The models of a run without its rollout, in a separate run folder."""
 
     def _open(self, stack: ExitStack) -> None:
-        self.learner = PPOLearner(self.config, partial(self._open_engine, stack=stack))
+        self.learner = PPOLearner(
+            self.config,
+            partial(self._open_engine, stack=stack),
+            lambda: open_teacher(self.config, self.run.paths, stack, self.scheduler),
+        )
         self.run.remember(**self.learner.states())
 
     def train(self, recording: Recording) -> dict[str, float]:

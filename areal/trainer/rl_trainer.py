@@ -48,7 +48,7 @@ from areal.trainer.fleet import listen_for_servers
 from areal.trainer.ppo.actor import PPOLearner
 from areal.trainer.probe import UpdateProbe
 from areal.trainer.samples import SampleRecorder
-from areal.trainer.servers import ServerTrace, open_inference
+from areal.trainer.servers import ServerTrace, open_inference, open_teacher
 from areal.trainer.shown_images import ShownImages
 from areal.utils.device import num_cores
 from areal.utils.perf_tracer import phase
@@ -71,7 +71,11 @@ class PPOTrainer(Trainer):
 
     def _open(self, stack: ExitStack) -> None:
         self._share_cores()
-        self.learner = PPOLearner(self.config, partial(self._open_engine, stack=stack))
+        self.learner = PPOLearner(
+            self.config,
+            partial(self._open_engine, stack=stack),
+            lambda: open_teacher(self.config, self.run.paths, stack, self.scheduler),
+        )
         self.engine = self.learner.engine
         self.images = ShownImages(self.config)
         self.run.remember(**self.learner.states())
@@ -176,6 +180,7 @@ class PPOTrainer(Trainer):
         """A batch that is ready already (staleness > 0) needs no switch of a shared device."""
         batch = self.rollout.take_batch()
         if batch is None:
+            self.room.clear()
             self.device.to_generation()
         with phase("rollout", "sync"):
             batch = batch or self.rollout.prepare_batch()

@@ -39,6 +39,7 @@ from areal.engine.remote.vllm import VLLMProtocol, launch_vllm_server
 from areal.infra.jobs import server_job
 from areal.infra.scheduler.local import LocalScheduler, visible_gpus
 from areal.utils import perf_tracer
+from areal.utils.data import MULTI_MODAL_KEY
 from areal.utils.device import best_device
 from areal.utils.hub import hub_name, model_folder
 from areal.utils.model_files import CONFIG_FILE, language_config, read_hf_config
@@ -47,6 +48,8 @@ from areal.utils.startup import stage
 from areal.weight_sync.transports import PublicationRoot
 
 if TYPE_CHECKING:
+    import torch
+
     from areal.api.config.experiment import PPOConfig
     from areal.api.scheduler_api import Scheduler, Worker
     from areal.run.paths import RunPaths
@@ -82,6 +85,46 @@ def open_inference(
         lora_alpha=config.actor.lora_alpha,
     )
     return engine, meta
+
+
+def open_teacher(
+    config: PPOConfig,
+    paths: RunPaths,
+    stack: ExitStack,
+    scheduler: Scheduler | None,
+) -> ServedModel:
+    """The servers of `teacher.engine_type: rollout`, which get no weights."""
+    view = config.of_teacher()
+    gpus = _teacher_gpus(config, scheduler)
+    servers = f"servers of the teacher, {view.rollout.backend}"
+    with stage(servers, limit_s=view.rollout.setup_timeout):
+        engine = _remote_engine(view, paths, stack, scheduler, gpus, role="teacher")
+        stack.callback(engine.destroy)
+        engine.initialize()
+    return ServedModel(engine, "teacher")
+
+
+class ServedModel:
+    """A frozen model that inference servers compute, with the one call of a TrainEngine that is
+    made of such."""
+
+    def __init__(self, engine: InferenceEngine, role: str) -> None:
+        self._engine = engine
+        self._role = role
+
+    def forward_batch(self, input_: dict[str, Any]) -> torch.Tensor:
+        """Log-probabilities `[B, S]`, aligned to predictions, zero on padding."""
+        if any(input_.get(MULTI_MODAL_KEY) or ()):
+            raise ValueError(
+                f"{self._role}.engine_type must be train for rows with images: servers score text"
+            )
+        logp_BS = self._engine.compute_logp(input_)
+        if not logp_BS.isfinite().all():
+            raise RuntimeError(
+                f"the servers of {self._role} give a token probability 0, which cannot be learned: "
+                f"is {self._role}.path a model of the same tokenizer?"
+            )
+        return logp_BS.to(input_["input_ids"].device)
 
 
 def takes_adapters(config: PPOConfig) -> bool:
@@ -122,6 +165,7 @@ def _remote_engine(
     stack: ExitStack,
     scheduler: Scheduler | None,
     gpus: list[str] | None,
+    role: str = "rollout",
 ) -> RemoteEngine:
     rollout, token = config.rollout, secrets.token_urlsafe(32)
     remember_secret(token)  # redacted from the run's output
@@ -129,13 +173,14 @@ def _remote_engine(
     if not isinstance(config.server, NativeServerConfig):
         kind.options["python"] = find_interpreter(rollout.engine, config.server.python)
     seed = config.seed if kind.seed is None else kind.seed
+    name = "server" if role == "rollout" else f"{role}_server"  # of logs and folders
     servers = [
         {
             "token": token,
             "tensor_parallel": rollout.tensor_parallel,
             "threads": config.server.threads,
             "seed": seed + index,  # else servers would sample alike
-            "log_path": paths.logs / f"server{index}.log",
+            "log_path": paths.logs / f"{name}{index}.log",
             "setup_timeout_s": rollout.setup_timeout,
             **kind.options,
         }
@@ -143,18 +188,19 @@ def _remote_engine(
     ]
     if kind.needs_scratch:
         for index, server in enumerate(servers):
-            server["scratch"] = paths.root / "server_scratch" / str(index)
+            server["scratch"] = paths.root / f"{name}_scratch" / str(index)
 
     def start(launch: Launch) -> ServerProcess:
         process = ServerProcess(launch)
         stack.callback(process.close)
         return process
 
-    launches = place_servers(config, kind.launch, servers, scheduler, gpus)
+    launches = place_servers(config, kind.launch, servers, scheduler, gpus, role=role)
     with ThreadPoolExecutor(rollout.num_servers, thread_name_prefix="launch") as pool:
         processes = list(pool.map(start, launches))
     addresses = [process.address for process in processes]
-    return _client(config, paths, kind, addresses, token, processes=processes)
+    file = paths.servers if role == "rollout" else None  # only the controller asks the others
+    return _client(config, kind, addresses, token, processes=processes, address_file=file)
 
 
 def _attached_engine(config: PPOConfig, paths: RunPaths) -> RemoteEngine:
@@ -164,7 +210,8 @@ def _attached_engine(config: PPOConfig, paths: RunPaths) -> RemoteEngine:
     kind = _KINDS[rollout.engine](config)
     for address in rollout.addresses:
         check_server(config, kind.protocol, address, token, key="rollout.api_url")
-    return _client(config, paths, kind, rollout.addresses, token, awaits_weights=True)
+    options: dict[str, Any] = {"awaits_weights": True, "address_file": paths.servers}
+    return _client(config, kind, rollout.addresses, token, **options)
 
 
 def check_server(
@@ -201,7 +248,6 @@ def _is_same_model(found: object, path: str) -> bool:
 
 def _client(
     config: PPOConfig,
-    paths: RunPaths,
     kind: _Kind,
     addresses: list[str],
     token: str,
@@ -216,7 +262,6 @@ def _client(
         setup_timeout_s=config.rollout.setup_timeout,
         max_context=kind.max_context,
         vocab_size=_hf_config(config).get("vocab_size"),
-        address_file=paths.servers,
         **options,
     )
 
@@ -346,10 +391,12 @@ def place_servers(
     servers: Sequence[dict[str, Any]],
     scheduler: Scheduler | None,
     gpus: Sequence[str] | None,
+    *,
+    role: str = "rollout",
 ) -> list[Launch]:
     """`servers` holds the arguments of `launch` for each server."""
     if config.scheduler.by_ray:
-        return _in_workers(config, launch, servers, _opened(scheduler))
+        return _in_workers(config, launch, servers, _opened(scheduler), role)
     size = config.rollout.ranks_per_server
     shares = [None if gpus is None else gpus[i * size :][:size] for i in range(len(servers))]
     return [
@@ -386,6 +433,28 @@ def server_gpus(config: PPOConfig, scheduler: Scheduler | None) -> list[str] | N
     return free
 
 
+def _teacher_gpus(config: PPOConfig, scheduler: Scheduler | None) -> list[str] | None:
+    """Those not used by training and by the policy's servers; None: the servers see all GPUs, or
+    Ray assigns them."""
+    servers, policy, gpus = config.of_teacher().rollout, config.rollout, visible_gpus()
+    if config.scheduler.by_ray:
+        return None
+    wanted = servers.num_servers * servers.ranks_per_server
+    if isinstance(scheduler, LocalScheduler):
+        free = scheduler.take_free_gpus(wanted)
+    else:
+        theirs = 0 if policy.api_url else policy.num_servers * policy.ranks_per_server
+        others = gpus[1 + theirs :]  # the first is for training
+        free = others[:wanted] if len(others) >= wanted else None
+    if free is None and len(gpus) > 1:
+        raise ValueError(
+            f"teacher.backend {servers.backend!r} needs {wanted} GPUs beside those of training and "
+            f"of rollout.backend, and fewer are free among {', '.join(gpus)}: lower d, or set "
+            "teacher.engine_type to train"
+        )
+    return free
+
+
 def sender_address(config: PPOConfig, scheduler: Scheduler | None) -> str:
     """Address of the actor's rank 0, for weights sent through a process group."""
     if not config.scheduler.by_ray:
@@ -403,8 +472,9 @@ def _in_workers(
     launch: StartServer,
     servers: Sequence[dict[str, Any]],
     scheduler: Scheduler,
+    role: str,
 ) -> list[Launch]:
-    job, timeout_s = server_job(config), config.rollout.setup_timeout
+    job, timeout_s = server_job(config, role), config.rollout.setup_timeout
     scheduler.create_workers(job)
     workers = scheduler.get_workers(job.role, timeout_s)
     _fetch_model(config, scheduler, workers)

@@ -28,7 +28,7 @@ of a token and its successor.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -80,6 +80,26 @@ class PrefixTree:
 
     def __len__(self) -> int:
         return len(self.source_U)
+
+    def padded(self, multiple: int) -> PrefixTree:
+        """With tokens that no sequence has, as one more root, up to a multiple of tokens.
+
+        They repeat the tree's first tokens, which leaves the load of experts as it is. `lengths`
+        and `place_T` stay; `predictions` is for a tree without padding.
+        """
+        size, extra = len(self), -len(self) % multiple
+        if not extra:
+            return self
+        more = np.arange(extra)
+        return replace(
+            self,
+            source_U=np.append(self.source_U, self.source_U[more % size]),
+            depth_U=np.append(self.depth_U, more),
+            starts_G=np.append(self.starts_G, size),
+            lengths_G=np.append(self.lengths_G, extra),
+            subtree_ends_G=np.append(self.subtree_ends_G, size + extra),
+            levels_G=np.append(self.levels_G, 0),
+        )
 
     def predictions(self) -> Predictions:
         """Each pair of a token and its successor, once for all sequences that have it."""

@@ -36,7 +36,7 @@ rollout.api_url {trained}.path {trained}.backend {trained}.init_from_scratch {tr
 {trained}.optimizer.beta1 {trained}.optimizer.lr_scheduler_type {trained}.optimizer.warmup_steps
 {trained}.optimizer.gradient_clipping
 {frozen}.path {frozen}.backend {frozen}.dtype {frozen}.mb_spec.* {frozen}.scheduling_strategy.*
-teacher.rl_loss_weight teacher.distill_loss_weight
+teacher.rl_loss_weight teacher.distill_loss_weight teacher.engine_type
 critic.eps_clip critic.value_error critic.mask_no_eos_with_zero
 actor.beta actor.loss_type actor.policy_loss actor.policy_loss_kwargs actor.kl_ctl
 actor.kl_loss_coef actor.kl_target actor.recompute_logprob
@@ -178,6 +178,7 @@ AGENT = "workflow=my.Agent"
             "the weights of this model are sent to no server",
         ),
         ("sft", ["actor.archon.ac_mode=full"], "gradient_checkpointing is false"),
+        ("sft", ["actor.offload=true"], "actor.offload has no effect: no other model is in its"),
         (
             "sft",
             ["actor.archon={selective_ac_option: '2', ac_mode: full}"],
@@ -239,6 +240,7 @@ def test_a_key_that_must_be_a_mistake_is_refused(
     ("trainer", "overrides"),
     [
         ("ppo", ["rollout.backend=vllm:d1", "vllm.max_model_len=512"]),
+        ("ppo", ["teacher={path: t, engine_type: rollout, backend: 'vllm:d1'}", "vllm.seed=3"]),
         ("ppo", ["vllm={max_num_seqs: 256}", "sglang={mem_fraction_static: 0.9}"]),  # defaults
         ("ppo", ["rollout.agent.turn_discount=0.9", AGENT]),
         ("ppo", ["rollout.agent={mode: subproc, subproc_max_workers: 2}", AGENT]),
@@ -251,6 +253,7 @@ def test_a_key_that_must_be_a_mistake_is_refused(
         ("sft", ["valid_dataset={path: arithmetic, batch_size: 9}", "evaluator.freq_steps=5"]),
         ("sft", ["recover={mode: auto, freq_steps: 5, keep: 3}"]),
         ("sft", ["actor.use_lora=true", "actor.lora_rank=8"]),
+        ("ppo", ["actor.offload=true", "ref={offload: true}", "actor.kl_ctl=1"]),
         ("ppo", ["actor.use_lora=true", "rollout.lora_name=mine"]),
         ("sft", ["actor.backend=archon:d2", "actor.scheduling_spec=[{cpu: 2}]"]),
         ("sft", ["actor.gradient_checkpointing=true", "actor.archon.ac_mode=full"]),

@@ -35,7 +35,7 @@ def test_fsdp_and_its_keys_are_taken(tmp_path: Path) -> None:
 
 def test_a_reference_model_shares_prefixes_where_its_engine_can(tmp_path: Path) -> None:
     options = ("actor.enable_tree_training=true", "actor.kl_ctl=0.1", "ref.backend=")
-    for backend, shares in {"archon:d1": True, "fsdp:d1": False}.items():
+    for backend, shares in {"fsdp:d1": True, "archon:p2": False, "megatron:d1": False}.items():
         config = load(tmp_path, "ppo", *options[:-1], options[-1] + backend)
         assert config.ref.engine_config(config.actor).enable_tree_training is shares
 
@@ -80,7 +80,10 @@ def test_megatron_is_taken_with_recomputation(tmp_path: Path) -> None:
         ),
         (["actor.fsdp.offload_params=true"], "fsdp.offload_params needs backend fsdp"),
         (["actor.backend=fsdp:d1", "actor.batch_invariant=true"], "needs backend archon"),
-        (["actor.backend=fsdp:d1", "actor.enable_tree_training=true"], "needs backend archon"),
+        (
+            ["actor.backend=megatron:d1", "actor.enable_tree_training=true"],
+            "needs backend archon or fsdp",
+        ),
         (
             ["actor.enable_tree_training=true", "actor.batch_invariant=true"],
             "enable_tree_training has no batch_invariant attention",

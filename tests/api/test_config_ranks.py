@@ -39,7 +39,7 @@ def test_several_servers_may_be_batch_invariant(tmp_path: Path) -> None:
         ),
         (
             ["actor.backend=archon:d2p2", "actor.enable_tree_training=true"],
-            "actor.enable_tree_training computes a tree on one rank: use d alone",
+            "actor.enable_tree_training cannot be cut into pipeline stages: use d, t or c",
         ),
         (
             ["actor.backend=archon:d3", "actor.archon.num_replicas=2"],
@@ -51,10 +51,6 @@ def test_several_servers_may_be_batch_invariant(tmp_path: Path) -> None:
         ),
         (["actor.archon.num_replicas=0"], "actor.archon.num_replicas must be at least 1"),
         (["actor.backend=archon:(attn:d4t2|ffn:t4e2)"], "ffn takes t1 or t2"),
-        (
-            ["actor.backend=archon:d2t2", "actor.enable_tree_training=true"],
-            "actor.enable_tree_training computes a tree on one rank: use d alone",
-        ),
         (
             ["actor.backend=archon:d2", "actor.weight_update_mode=direct"],
             "actor.weight_update_mode must be shm, disk, delta or xccl (backend 'archon:d2' has 2 "

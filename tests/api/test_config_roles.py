@@ -64,6 +64,19 @@ def test_dump_with_every_role_loads_to_an_equal_config(tmp_path: Path) -> None:
     assert load_expr_config([str(copy)], experiment_class([str(copy)]))[0] == config
 
 
+def test_a_teacher_on_servers_is_no_model_of_an_engine(tmp_path: Path) -> None:
+    teacher = "teacher={path: big, engine_type: rollout}"
+    config = load(tmp_path, "ppo", teacher, "rollout.backend=native:d2", "actor.dtype=float32")
+    assert list(config.models()) == ["actor"] and list(config.all_models()) == ["actor", "teacher"]
+    assert (config.teacher.backend, config.teacher.dtype) == ("native:d2", "float32")
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(dump_yaml(config))
+    assert load_expr_config([str(copy)], experiment_class([str(copy)]))[0] == config
+    view = config.of_teacher()
+    assert (view.actor.path, view.rollout.num_servers) == ("big", 2)
+    assert config.actor.path == "tiny"
+
+
 def test_roles_are_absent_by_default(tmp_path: Path) -> None:
     config = load(tmp_path, "ppo")
     assert (config.ref, config.critic, config.teacher) == (None, None, None)
@@ -77,6 +90,38 @@ def test_roles_are_absent_by_default(tmp_path: Path) -> None:
         (["ref.backend=native:d1", "actor.kl_ctl=1"], "ref.backend 'native:d1' is for inference"),
         (["teacher={path: $AREAL_UNSET/x}"], "teacher.path uses $AREAL_UNSET, which is not set"),
         (["teacher={path: big, beta: 1}"], "teacher.beta: unknown key; "),
+        (
+            ["ref={offload: true, backend: 'megatron:d1'}", "actor.kl_ctl=1"],
+            "ref.offload must be false with backend megatron",
+        ),
+        (
+            ["actor.backend=fsdp:d1", "actor.offload=true", "actor.fsdp.offload_params=true"],
+            "actor.offload must be false with fsdp.offload_params",
+        ),
+        (
+            ["teacher={path: big, backend: 'vllm:d1'}"],
+            "teacher.backend 'vllm:d1' is for inference",
+        ),
+        (
+            ["teacher={path: big, engine_type: rollout, backend: 'fsdp:d1'}"],
+            "teacher.backend 'fsdp:d1' is for training",
+        ),
+        (
+            ["teacher={path: big, engine_type: rollout, mb_spec: {n_mbs: 2}}"],
+            "teacher.mb_spec must be left out when teacher.engine_type is rollout",
+        ),
+        (
+            ["teacher={path: b, engine_type: rollout, scheduling_spec: [{}, {}]}"],
+            "teacher.scheduling_spec must have one entry, or one for each of the 1 servers",
+        ),
+        (
+            [
+                "teacher={path: b, engine_type: rollout}",
+                "actor.temperature=0.7",
+                "gconfig.temperature=0.7",
+            ],
+            "actor.temperature must be 1 when teacher.engine_type is rollout",
+        ),
         (["critic.eps_clip=0"], "critic.eps_clip must be above 0, got 0.0"),
         (["critic.ppo_n_minibatches=0"], "critic.ppo_n_minibatches must be at least 1, got 0"),
         (["critic.kl_ctl=1"], "critic.kl_ctl: unknown key; it belongs at actor.kl_ctl"),

@@ -17,7 +17,7 @@ from areal.api.io_struct import ModelRequest, WeightUpdateMeta
 from areal.cli.demo import make_model
 from areal.engine.native.local_engine import NativeLocalEngine
 from areal.models.hf_io import build_model, save_hf
-from areal.trainer.colocation import TimeSharedDevice
+from areal.trainer.colocation import ModelRoom, TimeSharedDevice
 from areal.trainer.experiment import load_datasets
 from areal.trainer.rl_trainer import PPOTrainer
 
@@ -63,6 +63,55 @@ async def test_without_models_nothing_moves(server):
 
 async def generate(server):
     return await server.agenerate(ModelRequest(input_ids=[5, 7], gconfig=GREEDY))
+
+
+class Model:
+    """Says what is on the device, and what was when it computed."""
+
+    def __init__(self, name: str, device: set[str]) -> None:
+        self.name, self.device = name, device
+        device.add(name)
+
+    def offload(self) -> None:
+        self.device.remove(self.name)
+
+    def onload(self) -> None:
+        assert self.name not in self.device
+        self.device.add(self.name)
+
+    def forward_batch(self, batch: object) -> set[str]:
+        return set(self.device)
+
+    def get_version(self) -> int:
+        return 7
+
+
+def test_models_make_room_for_the_one_that_computes():
+    device: set[str] = set()
+    hosts = {
+        "actor": "controller",
+        "critic": "controller",
+        "ref": "controller",
+        "teacher": "teacher",
+    }
+    room = ModelRoom({"actor", "ref", "teacher"}, hosts)
+    models = {role: room.resident(role, Model(role, device)) for role in hosts}
+    assert device == {"critic"}  # the others wait until they are used
+    assert models["actor"].get_version() == 7 and device == {"critic"}
+    assert models["ref"].forward_batch({}) == {"critic", "ref"}
+    assert models["actor"].forward_batch({}) == {"critic", "actor"}
+    assert models["teacher"].forward_batch({}) == {"critic", "actor", "teacher"}  # another device
+    assert models["critic"].forward_batch({}) == {"critic", "teacher"}
+    models["actor"].forward_batch({})
+    room.clear()
+    assert device == {"critic"}
+    for model in models.values():  # generation takes the device
+        model.offload()
+    assert device == set()
+    for model in models.values():
+        model.onload()
+    assert device == {"critic"}
+    assert ModelRoom((), hosts).resident("ref", models["ref"]) is models["ref"]
 
 
 def write_wide_model(folder: Path, width: int) -> int:
@@ -116,6 +165,37 @@ def test_the_device_belongs_to_one_side_at_a_time(tmp_path, mode):
     assert end.here - before.here < model_bytes / 20
     # Workspaces of libraries stay; the models and copies of weights do not.
     assert end.elsewhere - start.elsewhere < server_bytes / 10
+
+
+@pytest.mark.gpu
+def test_an_offloaded_model_leaves_its_memory_to_the_others(tmp_path):
+    """Actor and reference model of 100M weights: in each step one of them at a time."""
+    num_weights = write_wide_model(tmp_path / "tiny_model", 2048)
+    model_bytes = (2 + 4 + 8) * num_weights
+    trained, waiting = {}, {}
+    for offload in (False, True):
+        config = grpo_config(
+            tmp_path,
+            "actor.weight_update_mode=direct",
+            "rollout.max_head_offpolicyness=0",
+            "actor.dtype=bfloat16",
+            "native.num_pages=1024",
+            "total_train_steps=3",
+            "ref={}",
+            "actor.kl_ctl=0.1",
+            f"actor.offload={offload}",
+            f"ref.offload={offload}",
+            f"trial_name=offload_{offload}",
+        )
+        before = measure().here
+        with PPOTrainer(config, *load_datasets(config)) as trainer:
+            trainer.train()
+            trained[offload] = measure().here - before
+            trainer.room.clear()
+            waiting[offload] = measure().here - before
+    ref_bytes = 2 * num_weights
+    assert trained[False] - trained[True] > 0.9 * ref_bytes  # only the actor, which was saved last
+    assert waiting[False] - waiting[True] > 0.9 * (model_bytes + ref_bytes)
 
 
 class measure:  # noqa: N801 (reads as a verb)

@@ -108,6 +108,17 @@ def test_a_resumed_run_ends_with_the_same_bits_in_every_role(ppo_run):
     assert recover_state(paths)["kl_control"] == recover_state(whole)["kl_control"]
 
 
+def test_models_that_make_room_for_each_other_end_with_the_same_bits(ppo_run):
+    root, _, whole = ppo_run
+    offloaded = [f"{role}.offload=true" for role in ("actor", "critic", "ref")]
+    config = grpo_config(root, *PPO, *offloaded, "trial_name=offloaded")
+    run_experiment(config)
+    paths = RunPaths.of(config)
+    assert files(paths.checkpoints) == files(whole.checkpoints)
+    steps = [json.loads(text) for (text,) in query(paths.root, "SELECT stats FROM steps")]
+    assert all(stats["timeperf/onload"] > 0 and stats["timeperf/offload"] > 0 for stats in steps)
+
+
 def test_a_run_does_not_go_on_with_other_models(ppo_run):
     root, config, _ = ppo_run
     without = [override for override in PPO if not override.startswith("critic=")]
@@ -133,6 +144,25 @@ def test_a_teacher_is_learned_from(weight, tmp_path):
     )
     # The teacher is the untrained student: at first there is nothing between them.
     assert len(rows) == 4 and rows[0][0] == pytest.approx(0, abs=1e-5)
+
+
+def test_a_teacher_on_servers_teaches_what_one_of_the_run_does(tmp_path):
+    from areal.cli.demo import make_model
+
+    make_model(tmp_path / "teacher")
+    base = (*IN_PROCESS, "recover.mode=off", "actor.ppo_n_minibatches=1", "total_train_steps=2")
+    means = {}
+    for kind in ("train", "rollout"):
+        teacher = f"{{path: {tmp_path}/teacher, distill_loss_weight: 0.5, engine_type: {kind}}}"
+        config = grpo_config(tmp_path, *base, f"teacher={teacher}", f"trial_name={kind}")
+        run_experiment(config)
+        rows = query(RunPaths.of(config).root, "SELECT stats FROM steps")
+        names = ("actor/teacher_kl/avg", "actor/teacher_kl/max", "actor/loss")
+        means[kind] = [[json.loads(text)[name] for name in names] for (text,) in rows]
+    assert len(means["train"]) == 2 and means["train"][1][1] > 0
+    for ours, theirs in zip(means["train"], means["rollout"], strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-4)
+    assert (RunPaths.of(config).logs / "teacher_server0.log").is_file()
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ _BY_SBATCH = "use areal launch slurm --sbatch=--NAME=VALUE for options of sbatch
 
 _ABSENT = {
     # Root
-    "enable_offload": "models that share devices (scheduling_strategy) are always offloaded",
+    "enable_offload": "use offload in the sections of models (actor, ref, critic, teacher)",
     "memory_profiler*": "there is no memory profiler",
     "launcher*": "use areal launch local, ray or slurm, with its options",
     "post_exit_hook": "run a command after areal train instead",
@@ -34,7 +34,6 @@ _ABSENT = {
     "*.disable_dropout": "dropout is always off",
     "*.optimizer_dtype": "the optimizer's weights and moments are always float32",
     "*.optimizer.offload": "use fsdp.offload_params, which moves the optimizer too",
-    "*.offload": "models that share devices (scheduling_strategy) are always offloaded",
     "*.peft_type": "adapters are always LoRA",
     "*.log_agent_stats*": "statistics of agents are always recorded",
     "*.enable_delta_weight_update": "use weight_update_mode: delta",
@@ -62,7 +61,6 @@ _ABSENT = {
     "*.archon.fp8_config*": "there is archon.fp8_forward, for servers with native.dtype fp8",
     "*.archon.use_deterministic_algorithms": "use batch_invariant for equal bits in any batch",
     "*.archon.moe_router_dtype": "routers compute in float32",
-    "teacher.engine_type": "a teacher is an engine of the run, as engine_type: train",
     # Rollout
     "rollout.queue_size": "the queue follows max_head_offpolicyness",
     "rollout.enable_rollout_tracing": "use perf_tracer.enabled, and rollout.dump_to_file for texts",

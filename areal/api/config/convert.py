@@ -449,6 +449,6 @@ _REPAIRS = (
     _Repair("actor.temperature", "", _set("actor.temperature", "${gconfig.temperature}")),
     _Repair("recover.freq_steps", "must be set", _set("recover.freq_epochs", 1)),
     _Repair("*.use_lora", "cannot be sharded", _only_data_parallel),
-    _Repair("*.enable_tree_training", "on one rank", _only_data_parallel),
+    _Repair("*.enable_tree_training", "pipeline stages", _only_data_parallel),
     _Repair("*", "the section ", _drop_section),
 )

@@ -125,6 +125,13 @@ def _in_controller(context: KeyContext) -> bool:
     return context.config.hosts()[context.role] == "controller"
 
 
+def _takes_turns(context: KeyContext) -> bool:
+    if context.role in context.config.served_models():
+        return True  # refused there
+    hosts = context.config.hosts()
+    return context.config.trainer == "ppo" or list(hosts.values()).count(hosts[context.role]) > 1
+
+
 def _learns_by_reward(context: KeyContext) -> bool:
     teacher = context.config.teacher
     return teacher is None or teacher.rl_loss_weight > 0
@@ -132,15 +139,19 @@ def _learns_by_reward(context: KeyContext) -> bool:
 
 def _engine_reason(engine: str) -> Reason:
     def reason(context: KeyContext) -> str | None:
-        backend = context.config.rollout.backend
-        return (
-            None if context.config.rollout.engine == engine else f"rollout.backend is {backend!r}"
-        )
+        config = context.config
+        backends = {"rollout": config.rollout.backend}
+        backends |= {role: model.backend for role, model in config.served_models().items()}
+        if any(ModelAllocation.from_str(one).backend == engine for one in backends.values()):
+            return None
+        return " and ".join(f"{role}.backend is {one!r}" for role, one in backends.items())
 
     return reason
 
 
 def _spec_reason(context: KeyContext) -> str | None:
+    if context.role in context.config.served_models():
+        return None if context.config.scheduler.by_ray else "scheduler.type is local"
     if _in_controller(context):
         return "this model runs in the controller itself"
     by_ray = context.config.scheduler.by_ray
@@ -329,6 +340,10 @@ ROWS: tuple[Row, ...] = (
         _unless(
             lambda p: not p.section.is_critic, "is_critic is true: it gives values, not tokens"
         ),
+    ),
+    Row(
+        ("*.offload",),
+        _unless(_takes_turns, "no other model is in its processes, and this trainer never waits"),
     ),
     Row(
         _of_trained("lora_rank", "lora_alpha"),

@@ -8,6 +8,7 @@ checks across sections are here, those about processes and devices in placement.
 from __future__ import annotations
 
 import re
+from copy import copy
 from dataclasses import field, fields
 from typing import Any, Literal
 
@@ -21,7 +22,7 @@ from areal.api.config.inference_servers import (
     vLLMConfig,
 )
 from areal.api.config.mcp import mcp_servers_of
-from areal.api.config.placement import check_models, check_servers
+from areal.api.config.placement import check_models, check_servers, check_teacher_servers
 from areal.api.config.ppo import (
     FrozenModelConfig,
     PPOActorConfig,
@@ -44,6 +45,7 @@ from areal.api.config.run import (
 )
 from areal.api.config.section import config_section, expand_path, require, require_at_least
 from areal.api.config.train_engine import TrainEngineConfig
+from areal.api.scheduler_api import SchedulingStrategy
 
 _FOLDER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=-]*")
 
@@ -123,10 +125,18 @@ class BaseExperimentConfig:
         return min((bound for bound in bounds if bound is not None), default=None)
 
     def models(self) -> dict[str, TrainEngineConfig | FrozenModelConfig]:
-        """Role -> its section, for every model of the run; the actor comes first."""
+        """Role -> its section, for every model of a training engine; the actor comes first."""
         sections = {field.name: getattr(self, field.name) for field in fields(self)}
         kinds = (TrainEngineConfig, FrozenModelConfig)
-        return {name: section for name, section in sections.items() if isinstance(section, kinds)}
+        models = {name: it for name, it in sections.items() if isinstance(it, kinds)}
+        return {name: it for name, it in models.items() if name not in self.served_models()}
+
+    def served_models(self) -> dict[str, FrozenModelConfig]:
+        """Role -> its section, for every model besides the policy that is on servers."""
+        return {}
+
+    def all_models(self) -> dict[str, TrainEngineConfig | FrozenModelConfig]:
+        return {**self.models(), **self.served_models()}
 
     def hosts(self) -> dict[str, str]:
         """Role -> the role whose processes host its model, or `controller`."""
@@ -297,6 +307,22 @@ class PPOConfig(BaseExperimentConfig):
             self.dynamic_bs,
         )
 
+    def served_models(self) -> dict[str, FrozenModelConfig]:
+        return {"teacher": self.teacher} if self.teacher and self.teacher.is_served else {}
+
+    def of_teacher(self) -> PPOConfig:
+        """This config as the teacher's servers see it: they serve its model, and get no weights."""
+        teacher, actor, rollout = self.teacher, copy(self.actor), copy(self.rollout)
+        assert teacher is not None and teacher.path is not None and teacher.backend is not None
+        actor.path, actor.dtype = teacher.path, teacher.dtype
+        actor.weight_update_mode, actor.use_lora = "disk", False
+        rollout.backend, rollout.scheduling_spec = teacher.backend, teacher.scheduling_spec
+        rollout.api_url, rollout.scheduling_strategy = [], SchedulingStrategy()
+        rollout.use_lora = rollout.return_routed_experts = False
+        view = copy(self)
+        view.actor, view.rollout = actor, rollout
+        return view
+
     @property
     def server(self) -> NativeServerConfig | vLLMConfig | SGLangConfig:
         """The section of the engine that rollout.backend chooses."""
@@ -346,7 +372,11 @@ class PPOConfig(BaseExperimentConfig):
     def _check_teacher(self) -> None:
         if self.teacher is None:
             return
-        self.teacher.inherit(self.actor)
+        if self.teacher.is_served:
+            self.teacher.inherit_servers(self.actor, self.rollout.backend)
+            check_teacher_servers(self.of_teacher().rollout)
+        else:
+            self.teacher.inherit(self.actor)
         if self.teacher.rl_loss_weight == 0:
             reason = "teacher.rl_loss_weight is 0: nothing reads the advantages it changes"
             require(self.critic is None, f"critic must be left out, {reason}", None)

@@ -21,7 +21,7 @@ from areal.api.config.inference_servers import (
 from areal.api.config.ppo import FrozenModelConfig
 from areal.api.config.run import ClusterSpecConfig, SchedulerConfig
 from areal.api.config.section import require
-from areal.api.config.train_engine import TrainEngineConfig, check_allocation
+from areal.api.config.train_engine import TrainEngineConfig, check_allocation, check_offload
 
 
 class Experiment(Protocol):
@@ -63,6 +63,9 @@ def check_models(config: Experiment) -> None:
     owners = [role for role, model in models.items() if model.scheduling_strategy.target is None]
     for role, section in models.items():
         _check_num_specs(role, section, section.num_ranks, "ranks")
+        if isinstance(section, FrozenModelConfig):
+            kind, options = section.allocation.backend, config.actor.fsdp
+            check_offload(f"{role}.offload", section.offload, kind, options)
         target = section.scheduling_strategy.target
         if target is None:
             continue
@@ -130,6 +133,11 @@ def check_servers(config: RLExperiment) -> None:
     _check_stock_server(config)
     _check_time_shared(config)
     check_allocation(config.allocation_mode, "inference", rollout.backend)
+
+
+def check_teacher_servers(rollout: InferenceEngineConfig) -> None:
+    """`rollout` as the teacher's servers see it."""
+    _check_num_specs("teacher", rollout, rollout.num_servers, "servers")
 
 
 def _weight_update_modes(config: RLExperiment) -> Iterator[tuple[tuple[str, ...], str]]:

@@ -34,6 +34,7 @@ from areal.api.config.train_engine import (
     MicroBatchSpec,
     NormConfig,
     TrainEngineConfig,
+    check_inference_backend,
     check_training_backend,
 )
 from areal.api.scheduler_api import SchedulingSpec, SchedulingStrategy
@@ -51,6 +52,8 @@ class FrozenModelConfig:
     """Precision of the model. Default: actor.dtype."""
     mb_spec: MicroBatchSpec | None = None
     """How a batch is split into micro-batches. Default: actor.mb_spec."""
+    offload: bool = False
+    """Keep the weights in host memory but while this model is used, as actor.offload."""
     scheduling_spec: list[SchedulingSpec] = field(default_factory=list)
     """What each rank needs of its machine: one entry for all ranks, or one for each."""
     scheduling_strategy: SchedulingStrategy = field(default_factory=SchedulingStrategy)
@@ -62,7 +65,10 @@ class FrozenModelConfig:
             require(bool(self.path), "path must name a model folder", self.path)
             self.path = expand_path("path", self.path)
         if self.backend is not None:
-            check_training_backend(self.backend)
+            self._check_backend(self.backend)
+
+    def _check_backend(self, backend: str) -> None:
+        check_training_backend(backend)
 
     def inherit(self, actor: TrainEngineConfig) -> None:
         """Inherit what was left out from the actor."""
@@ -85,7 +91,9 @@ class FrozenModelConfig:
     def engine_config(self, actor: TrainEngineConfig) -> TrainEngineConfig:
         """An engine without optimizer whose log-probabilities are comparable to the actor's."""
         backend = self.backend or actor.backend
-        engine = ModelAllocation.from_str(backend).backend
+        allocation = ModelAllocation.from_str(backend)
+        engine = allocation.backend
+        takes_trees = engine != "megatron" and allocation.parallel.pipeline_parallel_size == 1
         # Numbers of replicas and stages belong to the actor's layout; this one may differ.
         same_layout = backend == actor.backend
         replicas = {} if same_layout else {"num_replicas": 1}
@@ -100,7 +108,8 @@ class FrozenModelConfig:
             fsdp=fsdp if engine == "fsdp" else FSDPEngineConfig(),
             archon=archon if engine == "archon" else ArchonEngineConfig(),
             megatron=actor.megatron if same_layout else MegatronEngineConfig(),
-            enable_tree_training=actor.enable_tree_training and engine == "archon",
+            enable_tree_training=actor.enable_tree_training and takes_trees,
+            offload=self.offload,
             scheduling_spec=self.scheduling_spec,
             scheduling_strategy=self.scheduling_strategy,
             setup_timeout=actor.setup_timeout,
@@ -117,6 +126,9 @@ class RefConfig(FrozenModelConfig):
 class TeacherConfig(FrozenModelConfig):
     """A model whose log-probabilities of the sampled tokens the policy learns."""
 
+    engine_type: Literal["train", "rollout"] = "train"
+    """Who computes its log-probabilities: `train`, an engine like the actor's; `rollout`, inference
+    servers of its own, whose kind and layout `backend` says (default: rollout.backend)."""
     rl_loss_weight: float = 1.0
     """Weight of the policy's own loss; 0 learns from the teacher alone."""
     distill_loss_weight: float = 0.005
@@ -133,6 +145,38 @@ class TeacherConfig(FrozenModelConfig):
             self.distill_loss_weight,
         )
         require_above(0, distill_loss_weight=self.distill_loss_weight)
+
+    @property
+    def is_served(self) -> bool:
+        return self.engine_type == "rollout"
+
+    def _check_backend(self, backend: str) -> None:
+        if self.is_served:
+            check_inference_backend(backend)
+        else:
+            check_training_backend(backend)
+
+    def inherit_servers(self, actor: TrainEngineConfig, backend: str) -> None:
+        """Inherit what was left out from the actor and from rollout.backend."""
+        self.backend = self.backend or backend
+        self.dtype = self.dtype or actor.dtype
+        written = {
+            "teacher.mb_spec": self.mb_spec,
+            "teacher.offload": self.offload or None,
+            "teacher.scheduling_strategy": self.scheduling_strategy.target,
+        }
+        for key, value in written.items():
+            require(
+                value is None,
+                f"{key} must be left out when teacher.engine_type is rollout: its servers compute",
+                value,
+            )
+        require(
+            actor.temperature == 1,
+            "actor.temperature must be 1 when teacher.engine_type is rollout: servers tell the "
+            "log-probabilities of given tokens at temperature 1",
+            actor.temperature,
+        )
 
 
 @config_section

@@ -231,13 +231,17 @@ class TrainEngineConfig:
     """Divides the logits before log-probabilities. For RL it must equal `gconfig.temperature`."""
     logprobs_chunk_size: int = 2048
     """Tokens whose logits exist at the same time; bounds the memory of the LM head."""
+    offload: bool = False
+    """Keep weights and optimizer in host memory but while this model is used: they leave the device
+    when another model of the same processes computes, and when training waits for episodes. Same
+    results. Backends archon and fsdp."""
     batch_invariant: bool = False
     """Forward passes with the kernels of native.batch_invariant: log-probabilities of both are then
     equal bit for bit. Needs a CUDA device; slower."""
     enable_tree_training: bool = False
     """Compute shared prefixes of a micro-batch once: the prompt of a group, earlier turns of an
     agent. Same loss and gradients but for rounding; max_tokens_per_mb then counts the tokens
-    computed. Needs backend archon with data parallelism alone."""
+    computed. For backends archon and fsdp, without pipeline stages."""
     mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec)
     """How a batch is split into micro-batches."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
@@ -304,14 +308,16 @@ class TrainEngineConfig:
 
     def _check_engine_keys(self, engine: str) -> None:
         """Reject keys that the chosen engine does not read."""
-        if engine != "archon":
-            for name, value in {
-                "batch_invariant": self.batch_invariant,
-                "enable_tree_training": self.enable_tree_training,
-            }.items():
-                require(
-                    not value, f"{name} needs backend archon (backend is {self.backend!r})", value
-                )
+        require(
+            engine == "archon" or not self.batch_invariant,
+            f"batch_invariant needs backend archon (backend is {self.backend!r})",
+            self.batch_invariant,
+        )
+        require(
+            engine != "megatron" or not self.enable_tree_training,
+            "enable_tree_training needs backend archon or fsdp (backend is megatron)",
+            self.enable_tree_training,
+        )
         require(
             not (self.batch_invariant and self.enable_tree_training),
             "enable_tree_training has no batch_invariant attention: turn one of them off",
@@ -370,6 +376,7 @@ class TrainEngineConfig:
             "freeze_vision_tower needs backend archon or fsdp (megatron trains text models)",
             self.freeze_vision_tower,
         )
+        check_offload("offload", self.offload, engine, self.fsdp)
         if engine != "fsdp":
             for name, value in {
                 "fsdp.offload_params": self.fsdp.offload_params,
@@ -447,10 +454,25 @@ class TrainEngineConfig:
             True,
         )
         require(
-            not self.enable_tree_training or layout.world_size == layout.data_parallel_size,
-            f"enable_tree_training computes a tree on one rank: use d alone {several}",
+            not self.enable_tree_training or layout.pipeline_parallel_size == 1,
+            f"enable_tree_training cannot be cut into pipeline stages: use d, t or c instead of p "
+            f"{several}",
             True,
         )
+
+
+def check_offload(key: str, offload: bool, engine: str, fsdp: FSDPEngineConfig) -> None:
+    """`offload` is the value of `key`."""
+    require(
+        not offload or engine != "megatron",
+        f"{key} must be false with backend megatron, whose buffers cannot leave the device",
+        offload,
+    )
+    require(
+        not (offload and engine == "fsdp" and fsdp.offload_params),
+        f"{key} must be false with fsdp.offload_params, which keeps them in host memory always",
+        offload,
+    )
 
 
 _TRAINING_ENGINES = ("archon", "fsdp", "megatron")

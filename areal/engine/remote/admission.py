@@ -3,16 +3,26 @@
     verify_newcomer(protocol, newcomer, member)      # raises unless both have the same weights
     wait_until_idle(protocol, control, timeout_s=60) # after it gets no more requests
 
+Where nothing holds the weights that serve (`xccl`, `delta`), a server joins with the next ones:
+
+    joining = JoinsWithNextWeights(protocol, pool)
+    joining.join("host:port", token, timeout_s=60)   # a thread of its own, which waits
+    joining.begin_update(); ...; joining.admit(8)    # that of updates, around sending version 8
+
 Servers that show checksums of their tensors are compared by these, bit for bit. Of others the
 log-probabilities of a few tokens are compared: that finds another model, not a version or two.
 """
 
 from __future__ import annotations
 
+import threading
 import time
+from concurrent.futures import Future
+from typing import Any
 
 from areal.engine.remote.protocol import ServerProtocol
 from areal.engine.remote.server_control import ControlClient, ServerError, ServerRefusedError
+from areal.engine.remote.server_pool import ServerPool
 from areal.utils import logging
 from areal.utils.waits import waiting
 
@@ -22,6 +32,7 @@ logger = logging.getLogger("ServerPool")
 _MAX_GAP = 0.1
 _ANSWER_S = 120.0  # checksums of a large model take seconds; a hung server holds up the next update
 _POLL_S = 0.1
+_LOOK_S = 5.0  # for a server that joins to show that it is there
 _NUM_IDLE = 3  # looks in a row: a request may be on its way when a server stops getting new ones
 _NOT_SHOWN = (NotImplementedError, ServerRefusedError)
 
@@ -66,6 +77,75 @@ def _compare_logprobs(
     if gap <= _MAX_GAP:  # not if it is NaN
         return ""
     return f"log-probabilities differ by {gap:.2g} on average (at most {_MAX_GAP} is expected)"
+
+
+class JoinsWithNextWeights:
+    """Of the process that owns the pool; copies only read from it who is sent weights."""
+
+    def __init__(self, protocol: ServerProtocol, pool: ServerPool) -> None:
+        self._protocol = protocol
+        self._pool = pool
+        self._admissions: dict[str, Future[None]] = {}
+        self._expecting: frozenset[str] = frozenset()  # that waited when the update began
+        self._ending = threading.Lock()  # an admission ends once
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_admissions": {}, "_ending": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._ending = threading.Lock()
+
+    def join(self, address: str, token: str | None, *, timeout_s: float) -> None:
+        """Returns when it has joined; RuntimeError if it cannot, or no weights come in time."""
+        admission: Future[None] = Future()
+        self._pool.await_weights(address, token)
+        self._admissions[address] = admission
+        try:
+            with waiting(f"the next weights, with which the server {address} joins"):
+                admission.result(timeout_s)
+        except TimeoutError:
+            late = f"no weights were sent for {timeout_s:g} s, so {address} has none"
+            self._end(address, RuntimeError(late))
+            admission.result()  # it may have joined just now
+
+    def begin_update(self) -> None:
+        """A server that is gone by now is not waited for in the update."""
+        for address, token in list(self._pool.awaiting.items()):
+            control = self._pool.connect(address, token)
+            if not control.is_there(_LOOK_S):
+                lost = f"{control.kind} {address} does not answer"
+                self._end(address, RuntimeError(lost))
+        self._expecting = frozenset(self._pool.awaiting)
+
+    def admit(self, version: int) -> None:
+        """Servers that waited for `version`, which is live, join if they have it."""
+        for address in self._expecting & self._pool.awaiting.keys():
+            try:
+                control = self._pool.prepare_newcomer(address)
+                served = self._protocol.served_version(control)
+                if served not in (None, version):
+                    raise RuntimeError(
+                        f"{control.kind} {address} has version {served} of the weights, {version} "
+                        "was sent"
+                    )
+                verify_newcomer(self._protocol, control, self._pool.controls[0])
+            except RuntimeError as error:
+                self._end(address, error)
+            else:
+                self._end(address, None)
+
+    def _end(self, address: str, fault: RuntimeError | None) -> None:
+        with self._ending:
+            admission = self._admissions.pop(address, None)
+            if admission is None:
+                return
+            self._pool.end_awaiting(address, joins=fault is None)
+        if fault is None:
+            admission.set_result(None)
+        else:
+            logger.warning("a server does not join: %s", fault)
+            admission.set_exception(fault)
 
 
 def wait_until_idle(protocol: ServerProtocol, control: ControlClient, *, timeout_s: float) -> None:

@@ -40,6 +40,7 @@ from areal.api.io_struct import ModelRequest, ModelResponse, Sample, WeightUpdat
 from areal.engine.native.loop import BusyIntervals
 from areal.engine.native.scoring import padded_scores, token_lists
 from areal.engine.remote.admission import (
+    JoinsWithNextWeights,
     UpdateUnderWayError,
     verify_newcomer,
     wait_until_idle,
@@ -49,6 +50,7 @@ from areal.engine.remote.deadlines import Deadlines
 from areal.engine.remote.protocol import ServerProtocol, WeightOrder
 from areal.engine.remote.server_pool import ServerPool
 from areal.engine.remote.server_process import ServerProcess
+from areal.engine.remote.server_reports import server_reports
 from areal.engine.remote.update_gate import UpdateGate
 from areal.engine.remote.weight_senders import CollectiveSender, DeltaSender
 
@@ -122,6 +124,7 @@ class RemoteEngine(InferenceEngine):
         self._counts: Counter[str] = Counter()  # of requests, including those of copies
         self._collective = CollectiveSender(protocol, timeout_s=weight_group_timeout_s)
         self._delta = DeltaSender(protocol)
+        self._joining = JoinsWithNextWeights(protocol, self._pool)
         self._start_here()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -210,6 +213,14 @@ class RemoteEngine(InferenceEngine):
                 raise UpdateUnderWayError(held) from error  # by a rank, which has a copy of this
             raise
 
+    def join_with_next_weights(
+        self, address: str, *, token: str | None = None, timeout_s: float
+    ) -> None:
+        """As `join`, where nothing holds the weights of the others (`xccl`, `delta`): the next
+        update sends them to this server too. Returns when it has joined; RuntimeError if it cannot,
+        or if no update comes in time. Call it from another thread than that of updates."""
+        self._joining.join(address, token, timeout_s=timeout_s)
+
     def leave(self, address: str) -> None:
         """Remove a server: it gets no more requests; returns when its in-flight ones are done, also
         those of copies of this engine. A server that was started here is ended."""
@@ -230,8 +241,9 @@ class RemoteEngine(InferenceEngine):
         self._pool.leave(address)
 
     def member_states(self) -> dict[str, str]:
-        """`serving`, `draining` or `restarting`, by address; asks nobody."""
-        return self._pool.states()
+        """`serving`, `draining`, `restarting` or `joining` (with the next weights), by address.
+        Asks nobody."""
+        return {**self._pool.states(), **dict.fromkeys(self._pool.awaiting, "joining")}
 
     def member_loads(self) -> dict[str, dict[str, float]]:
         """By address, version and requests of each server at the last `stats()`; asks nobody."""
@@ -240,7 +252,7 @@ class RemoteEngine(InferenceEngine):
     def server_states(self) -> list[dict[str, Any]]:
         """Of each server address, state (`serving`, `draining`), and what it reports of version
         and load; `silent` instead of the state if it reports nothing."""
-        return self._pool.reports()
+        return server_reports(self._protocol, self._pool)
 
     def pause_generation(self) -> None:
         self._pool.set_paused(True)
@@ -265,17 +277,19 @@ class RemoteEngine(InferenceEngine):
 
     def expect_weights(self, version: int) -> None:
         self._pool.expect_weights(version)
+        self._joining.begin_update()
 
     @property
     def newest_version(self) -> int | None:
         return self._pool.newest_version
 
     def note_weights(self, meta: WeightUpdateMeta) -> None:
-        if self._gate is not None and self._pool.version == meta.version:
-            return  # sent from here, not by a copy
-        self._pool.note_weights(meta.version, self._lasting_order(meta))
-        if self._gate is not None:
-            self._gate.open(meta.version)
+        # Where it is counted here and the same, they were sent from here, not by a copy.
+        if self._gate is None or self._pool.version != meta.version:
+            self._pool.note_weights(meta.version, self._lasting_order(meta))
+            if self._gate is not None:
+                self._gate.open(meta.version)
+        self._joining.admit(meta.version)
 
     def load_adapter(self, name: str, folder: str | Path) -> None:
         """Register a LoRA adapter as `name`, for requests with that `gconfig.lora_name`."""
@@ -397,7 +411,8 @@ class RemoteEngine(InferenceEngine):
     def _broadcast(
         self, meta: WeightUpdateMeta, named_tensors: Iterator[tuple[str, torch.Tensor]]
     ) -> None:
-        self._collective.send(self._pool.controls, meta, named_tensors)
+        self._pool.follow_owner()
+        self._collective.send(self._pool.receivers, meta, named_tensors)
 
     def _lasting_order(self, meta: WeightUpdateMeta) -> WeightOrder | None:
         """None for transports that leave nothing to load later."""

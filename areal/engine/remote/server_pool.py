@@ -91,7 +91,8 @@ class ServerPool:
         self._joined: dict[str, str] = {}  # token by address
         self._draining: frozenset[str] = frozenset()
         self._restarting: str | None = None  # address of the ended server being replaced
-        self.controls = tuple(map(self._connect, addresses))  # replaced as a whole
+        self.awaiting: dict[str, str] = {}  # servers that join with the next weights: their tokens
+        self.controls = tuple(map(self.connect, addresses))  # replaced as a whole
         self._moved: dict[str, str | None] = {}  # address of a lost server -> of its replacement
         self.version: int | None = None  # of the live weights, once noted
         self._weights: WeightOrder | None = None  # loads them, if anything can
@@ -121,6 +122,12 @@ class ServerPool:
         addresses, draining = self.addresses, self._draining
         return [one for one in addresses if one not in draining] or addresses
 
+    @property
+    def receivers(self) -> tuple[ControlClient, ...]:
+        """Servers that new weights are sent to: also those that join with them."""
+        awaiting = tuple(self.connect(one, token) for one, token in self.awaiting.items())
+        return (*self.controls, *awaiting) if awaiting else self.controls
+
     def token_of(self, address: str) -> str:
         return self._joined.get(address, self._token)
 
@@ -131,25 +138,6 @@ class ServerPool:
         if self._restarting in states:
             states[self._restarting] = "restarting"
         return states
-
-    def reports(self) -> list[dict[str, Any]]:
-        """What each server says of itself now: version and load; `silent` if it does not answer."""
-        states = self.states()
-        with ThreadPoolExecutor(len(states), thread_name_prefix="server-reports") as pool:
-            return list(pool.map(self._report, states, states.values()))
-
-    def _report(self, address: str, state: str) -> dict[str, Any]:
-        control = self._connect(address).within(_ANSWER_S)
-        report: dict[str, Any] = {"address": address, "state": state, "version": self.version}
-        try:
-            version = self._protocol.served_version(control)
-            report["version"] = self.version if version is None else version
-            stats = self._protocol.stats(control)
-        except ServerRefusedError:  # a stock server without metrics
-            return report
-        except ServerError:
-            return report | {"state": "silent"}
-        return report | {name: stats[name] for name in ("running", "waiting") if name in stats}
 
     def follow_owner(self) -> None:
         """A copy learns which servers joined and left. Costs one `stat` while nothing changes, and
@@ -171,11 +159,12 @@ class ServerPool:
     def _adopt(self, told: dict[str, Any]) -> None:
         """Take over what the owner says of members."""
         self._joined = told["joined"]
+        self.awaiting = told["awaiting"]
         self._draining = frozenset(told["draining"])
         for address in told["joined"]:
             self._moved.pop(address, None)
             if address not in self.addresses and address not in told["moved"]:
-                self.controls = (*self.controls, self._connect(address))
+                self.controls = (*self.controls, self.connect(address))
         for address in self.addresses:
             if address in told["moved"]:
                 self._move(address, _follow(told["moved"], address))
@@ -197,13 +186,16 @@ class ServerPool:
             )
             watch.start()
 
-    def on_all(self, call: Callable[[ControlClient], T]) -> dict[ControlClient, T]:
-        """Results of `call` on all remaining servers; an error if none remains.
+    def on_all(
+        self, call: Callable[[ControlClient], T], *, receivers: bool = False
+    ) -> dict[ControlClient, T]:
+        """Results of `call` on all remaining servers, or all `receivers` of weights; an error if
+        none remains.
 
         `call` may run twice on a server whose connection broke.
         """
         self.follow_owner()
-        controls = self.controls
+        controls = self.receivers if receivers else self.controls
         if len(controls) == 1:
             answers = [self._attempt(controls[0], call)]
         else:
@@ -299,7 +291,7 @@ class ServerPool:
         except EngineLostError:  # raised by `successor`
             return True
         if self._follows:
-            return not self._connect(address).is_there(_ANSWER_S)
+            return not self.connect(address).is_there(_ANSWER_S)
         process = self._processes.get(address)
         return process is not None and process.describe_end() is not None
 
@@ -331,19 +323,10 @@ class ServerPool:
         the last one noted, unless it was `preloaded`. `token` is its own, by default that of the
         others. `verify(newcomer, member)` raises unless both have the same weights."""
         token = token or self._token
-        control = self._connect(address, token)
-        control.wait_until_healthy(self._setup_timeout_s)
-        model = self.on_one(0, self._protocol.served_model)
+        control = self._check_model(address, token)
         version = self.on_one(0, self._protocol.served_version)
         with self._changing:
-            if address in self.addresses:
-                raise ValueError(f"{control.kind} {address} is one of this engine's already")
-            served = self._protocol.served_model(control)
-            if served != model:
-                raise RuntimeError(
-                    f"{control.kind} {address} serves the model {served}, the others {model}: "
-                    "start it with the same --model"
-                )
+            self._refuse_member(address)
             order = order or self._weights
             self._prepare(control, None if order == preloaded else order)
             # During an update the others may be ahead of the noted version until the next note.
@@ -357,11 +340,57 @@ class ServerPool:
                     f"{others}: give `join` the order that brought them"
                 )
             verify(control, self.controls[0])
-            self._moved.pop(address, None)
             self._newcomers.add(address)
-            self._joined = {**self._joined, address: token}
-            self.controls = (*self.controls, control)
+            self._add(control, token)
+
+    def _add(self, control: ControlClient, token: str) -> None:
+        self._moved.pop(control.address, None)
+        self._joined = {**self._joined, control.address: token}
+        self.controls = (*self.controls, control)
+        self._tell_copies()
+
+    def _refuse_member(self, address: str) -> None:
+        if address in self.addresses or address in self.awaiting:
+            kind = self._protocol.kind
+            raise ValueError(f"{kind} {address} is one of this engine's already")
+
+    def _check_model(self, address: str, token: str) -> ControlClient:
+        control = self.connect(address, token)
+        control.wait_until_healthy(self._setup_timeout_s)
+        model = self.on_one(0, self._protocol.served_model)
+        served = self._protocol.served_model(control)
+        if served != model:
+            raise RuntimeError(
+                f"{control.kind} {address} serves the model {served}, the others {model}: start it "
+                "with the same --model"
+            )
+        return control
+
+    def await_weights(self, address: str, token: str | None) -> None:
+        """Send the next weights to this server of the same model too."""
+        token = token or self._token
+        self._check_model(address, token)
+        with self._changing:
+            self._refuse_member(address)
+            self.awaiting = {**self.awaiting, address: token}
             self._tell_copies()
+
+    def end_awaiting(self, address: str, *, joins: bool) -> None:
+        """It is sent no weights for itself any more, and `joins` or not."""
+        with self._changing:
+            awaiting = dict(self.awaiting)
+            token = awaiting.pop(address)
+            self.awaiting = awaiting
+            if joins:
+                self._add(self.connect(address, token), token)
+            else:
+                self._tell_copies()
+
+    def prepare_newcomer(self, address: str) -> ControlClient:
+        """One that has the weights gets what else the others have."""
+        control = self.connect(address, self.awaiting[address])
+        self._prepare(control, None)
+        return control
 
     def preload(self, address: str, token: str | None) -> WeightOrder | None:
         """Load the noted weights into a server that will join, while nobody waits; returns what it
@@ -369,7 +398,7 @@ class ServerPool:
         order = self._weights
         if address in self.addresses or order is None:
             return None
-        control = self._connect(address, token)
+        control = self.connect(address, token)
         control.wait_until_healthy(self._setup_timeout_s)
         self._load(control, order)
         return order
@@ -401,7 +430,7 @@ class ServerPool:
         if process is not None:
             process.close()
 
-    def _connect(self, address: str, token: str | None = None) -> ControlClient:
+    def connect(self, address: str, token: str | None = None) -> ControlClient:
         kind, token = self._protocol.kind, token or self.token_of(address)
         return ControlClient(address, token, timeout_s=self._timeout_s, kind=kind)
 
@@ -423,7 +452,7 @@ class ServerPool:
         if address is None:
             return None
         if address != control.address:
-            return self._connect(address)
+            return self.connect(address)
         if isinstance(error, ServerLostError) and _comes_back(control):
             return control
         process = self._processes.get(address)
@@ -480,7 +509,7 @@ class ServerPool:
             logger.warning("%s; starting another", end)
             try:
                 address = process.start_again()
-                control = self._connect(address)
+                control = self.connect(address)
                 control.get("/health")
                 self._prepare(control, self._weights)
                 return address
@@ -497,7 +526,7 @@ class ServerPool:
             moved = self._told()["moved"]
             if address in moved:
                 return self._move(address, _follow(moved, address))
-            if self._connect(address).is_there(_ANSWER_S):
+            if self.connect(address).is_there(_ANSWER_S):
                 return None
             time.sleep(_LOOK_S)
         limit = f"{self._setup_timeout_s:g} s (rollout.setup_timeout)"
@@ -516,7 +545,7 @@ class ServerPool:
         if address is None:
             self.controls = tuple(c for c in self.controls if c.address != former)
         else:
-            new = self._connect(address)
+            new = self.connect(address)
             self.controls = tuple(new if c.address == former else c for c in self.controls)
             self._moved.pop(address, None)  # a port may be reused
         self._moved[former] = address
@@ -528,7 +557,7 @@ class ServerPool:
         if self._file is not None and not self.is_copy:
             # No other run reads it, so it need not survive a power failure.
             told = {"moved": self._moved, "loss": loss, "joined": self._joined}
-            told["draining"] = sorted(self._draining)
+            told |= {"draining": sorted(self._draining), "awaiting": self.awaiting}
             atomic_write_text(self._file, json.dumps(told), durable=False)
 
     def _prepare(self, control: ControlClient, order: WeightOrder | None) -> None:

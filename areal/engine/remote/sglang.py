@@ -107,6 +107,14 @@ class SGLangProtocol(StockProtocol):
         cached = info.get("cached_tokens") or 0
         return HttpGenerationResult(tokens, logprobs, finish["type"], cached)
 
+    def scoring(self, tokens: list[int]) -> HttpRequest:
+        sampling = {"max_new_tokens": 0, "temperature": 0.0}
+        payload = {"input_ids": tokens, "sampling_params": sampling}
+        return HttpRequest("/generate", payload | {"return_logprob": True, "logprob_start_len": 0})
+
+    def read_scores(self, answer: dict[str, Any]) -> list[tuple[float | None, int]]:
+        return [(told[0], told[1]) for told in answer["meta_info"]["input_token_logprobs"]]
+
     def _one_token_each(self, request: ModelRequest) -> list[int]:
         """The prompt with one image token for each image: SGLang makes the others."""
         ids, image = request.input_ids, self.image_token

@@ -19,9 +19,11 @@ server keeps no cache of another version for them. The former one is unloaded.
 
 from __future__ import annotations
 
+import math
 import re
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,7 @@ from areal.api.io_struct import (
     ModelRequest,
     WeightUpdateMeta,
     check_amount,
+    check_logprobs,
 )
 from areal.api.json_text import loads_object
 from areal.engine.remote.protocol import (
@@ -66,6 +69,7 @@ _SEED_END = 1 << 63
 _NEVER = -100.0  # the least bias that servers take: a factor of e**-100
 _MAX_REPLY = 256 << 20  # bytes
 _PEFT_FOLDER = "peft"  # in the folder of a publication
+_SCORED_AT_ONCE = 64  # sequences; the server batches them
 
 
 class StockProtocol(ServerProtocol):
@@ -104,6 +108,14 @@ class StockProtocol(ServerProtocol):
 
         ValueError, KeyError, TypeError or IndexError: a malformed reply.
         """
+
+    @abstractmethod
+    def scoring(self, tokens: list[int]) -> HttpRequest:
+        """The HTTP request that computes the log-probabilities of given tokens."""
+
+    @abstractmethod
+    def read_scores(self, answer: dict[str, Any]) -> list[tuple[float | None, int]]:
+        """(log-probability, token) of each token; None for the first. Errors as `read`."""
 
     @abstractmethod
     def load_model(self, control: ControlClient, folder: str) -> None:
@@ -221,6 +233,23 @@ class StockProtocol(ServerProtocol):
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as err:
             raise bad_reply(self.kind, control.address, f"{type(err).__name__}: {err}") from err
         return list(zip(found.output_tokens, found.output_logprobs, strict=True))
+
+    def score(self, control: ControlClient, sequences: list[list[int]]) -> list[list[float]]:
+        def score_one(tokens: list[int]) -> list[float]:
+            call = self.scoring(tokens)
+            answer = control.post(call.endpoint, **call.payload)
+            try:
+                told = self.read_scores(answer)
+                if [token for _, token in told] != tokens:
+                    raise ValueError(f"scores of other tokens than the {len(tokens)} sent")
+                scores: list[Any] = [logprob for logprob, _ in told[1:]]
+                check_logprobs(scores, low=-math.inf)
+            except (ValueError, KeyError, TypeError, IndexError, AttributeError) as err:
+                raise bad_reply(self.kind, control.address, f"{type(err).__name__}: {err}") from err
+            return [*scores, 0.0]  # each at the token before its own
+
+        with ThreadPoolExecutor(_SCORED_AT_ONCE, thread_name_prefix="score") as threads:
+            return list(threads.map(score_one, sequences))
 
     def weight_order(self, meta: WeightUpdateMeta) -> WeightOrder:
         """The verified publication as a folder of Hugging Face or peft; one that is there already

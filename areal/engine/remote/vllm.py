@@ -138,6 +138,19 @@ class VLLMProtocol(StockProtocol):
             choice["token_ids"] or [], logprobs, reason, _cached_tokens(answer)
         )
 
+    def scoring(self, tokens: list[int]) -> HttpRequest:
+        payload = {"model": MODEL_NAME, "prompt": tokens, "max_tokens": 0, "echo": True}
+        # Of the token itself, no others; a reply without text.
+        return HttpRequest(
+            "/v1/completions", payload | {"prompt_logprobs": 0, "return_token_ids": True}
+        )
+
+    def read_scores(self, answer: dict[str, Any]) -> list[tuple[float | None, int]]:
+        choice = answer["choices"][0]
+        tokens = choice["prompt_token_ids"]
+        rows = zip(choice["prompt_logprobs"], tokens, strict=True)
+        return [(row and row[str(token)]["logprob"], token) for row, token in rows]
+
     def told_cached(self, content: bytes) -> int:
         try:
             return max(_cached_tokens(loads_object(content)), 0)

@@ -210,4 +210,5 @@ class DeltaSender:
 
     def _load_on_all(self, pool: ServerPool, meta: WeightUpdateMeta) -> bool:
         """Whether every server has the version now; False when one lacks the base of the delta."""
-        return all(pool.on_all(lambda control: self._protocol.load_delta(control, meta)).values())
+        load = partial(self._protocol.load_delta, meta=meta)
+        return all(pool.on_all(load, receivers=True).values())

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from areal.api.alloc_mode import ParallelStrategy
 from areal.api.config.train_engine import OptimizerConfig, TrainEngineConfig
@@ -42,7 +43,8 @@ from areal.engine.train.fit import check_archon, check_replay
 from areal.engine.train.images import MicroImages, no_images, read_images
 from areal.engine.train.micro_batches import MicroBatch, OutputFn
 from areal.engine.train.optimizer import MasterOptimizer
-from areal.engine.train.packing import token_outputs, tree_outputs
+from areal.engine.train.packing import head_outputs, token_outputs
+from areal.engine.train.tree_packing import lay_out_tree
 from areal.models import decoder_args, own_config
 from areal.models.common.decoder import Decoder
 from areal.models.common.invariant import make_invariant
@@ -58,8 +60,14 @@ from areal.models.hf_io import (
 )
 from areal.models.lora import Adapters
 from areal.models.parallel_dims import ParallelDims, ParallelMesh
-from areal.models.parallelize import checkpoint_blocks, compile_blocks, parallelize
+from areal.models.parallelize import (
+    checkpoint_blocks,
+    compile_blocks,
+    gather_tokens,
+    parallelize,
+)
 from areal.models.stage_layout import rank_of_last_stage
+from areal.utils.prefix_tree import PrefixTree
 
 if TYPE_CHECKING:
     from areal.engine.train.pipeline import Pipeline
@@ -208,7 +216,20 @@ class ArchonEngine(BaseTrainEngine[Decoder, MasterOptimizer]):
     def _token_outputs(self, mb: MicroBatch) -> tuple[torch.Tensor, ...]:
         if mb.tree is None:
             return token_outputs(self.model, mb.data, self.config, self._mesh, mb.images)
-        return tree_outputs(self.model, mb.data, mb.tree, self.config, self._mesh)
+        return self._tree_outputs(mb.data, mb.tree)
+
+    def _tree_outputs(self, data: dict[str, Any], tree: PrefixTree) -> tuple[torch.Tensor, ...]:
+        mesh, is_critic = self._mesh, self.config.is_critic
+        options: dict[str, Any] = {"is_critic": is_critic}
+        if mesh is not None:
+            options |= {"multiple": mesh["cp_tp"].size(), "cp": mesh.get_group("cp")}
+        laid = lay_out_tree(data, tree, **options)
+        replay_experts(self.model, laid.routed_tLK)
+        hidden_tD = self.model(laid.tokens_t, laid.positions_t, laid.attend)
+        if isinstance(hidden_tD, DTensor):  # sharded over tp
+            hidden_tD = gather_tokens(hidden_tD, partial_grad=not is_critic)
+        hidden_rD = hidden_tD.index_select(0, laid.rows_r)
+        return laid.whole(head_outputs(self.model, hidden_rD, laid.labels_r, self.config, mesh))
 
     def optimizer_step(self) -> dict[str, float]:
         stats = super().optimizer_step()

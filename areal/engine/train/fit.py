@@ -74,11 +74,23 @@ def check_models(config: BaseExperimentConfig, hf_configs: Mapping[str, Mapping[
         except ValueError as error:
             where = f"rollout.backend: {config.rollout.backend!r} with {config.actor.path!r}"
             raise ValueError(f"{where}: {error}") from None
+        for role, section in config.served_models().items():
+            if role in hf_configs:
+                _check_served(config.of_teacher(), section.path, hf_configs[role])
         if config.rollout.return_routed_experts:
             check_router_replay(config, hf_configs["actor"])
         check_sight(config, hf_configs["actor"])
         if config.rollout.use_lora and config.rollout.engine != "native":
             _check_served_adapters(config.actor, hf_configs["actor"])
+
+
+def _check_served(config: PPOConfig, path: str | None, hf_config: Mapping[str, Any]) -> None:
+    """`config` as the servers of the model at `path` see it."""
+    try:
+        check_generation(config.rollout, config.native, hf_config)
+    except ValueError as error:
+        where = f"teacher.backend: {config.rollout.backend!r} with {path!r}"
+        raise ValueError(f"{where}: {error}") from None
 
 
 def _check_served_adapters(actor: TrainEngineConfig, hf_config: Mapping[str, Any]) -> None:
@@ -260,6 +272,11 @@ def _check_fsdp_vision(
                 "to false"
             )
         return
+    if config.enable_tree_training:
+        raise ValueError(
+            f"enable_tree_training: prefix trees do not compute images, which this "
+            f"{hf_config['model_type']} sees; set it to false"
+        )
     is_new = hf_config["model_type"] not in (_classes("CAUSAL_LM") or {})
     if is_new and (dims.tp > 1 or dims.cp > 1):
         raise ValueError(

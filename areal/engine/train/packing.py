@@ -1,7 +1,6 @@
 """Packed micro-batches through a decoder: token layout, context parallelism, per-token outputs.
 
     logprobs_T, entropy_T = token_outputs(model, mb, config, mesh)     # or (values_T,) of a critic
-    logprobs_T, entropy_T = tree_outputs(model, mb, tree, config, mesh)
 
 Context parallelism (`UlyssesAttention`): each of cp ranks holds T / cp consecutive tokens. For
 attention the ranks exchange them, so that each gets all T tokens of N / cp heads, and exchange the
@@ -14,14 +13,11 @@ never reaches an output.
 Outputs (`token_outputs`): cp and tp ranks call with the same micro-batch and all get the outputs of
 all its tokens. A pipeline uses its two halves, `pack_micro_batch` and `outputs_of`.
 
-Prefix trees (`tree_outputs`): inputs and outputs are packed sequences as above; the model computes
-shared prefixes once. Where sequences branch, one hidden state predicts several tokens, so the LM
-head gets one row per (token, successor) pair. Sequences that share the pair share the row, and its
-gradient is the sum of theirs.
+Prefix trees, which compute shared prefixes of sequences once: tree_packing.py.
 
 Shape legend: T tokens of the micro-batch, P padded, t a rank's shard of them over cp, N query
 heads, K key-value heads, n and k a rank's shard of them in attention, H head dim, C = cp ranks,
-U tokens of a tree, R rows of the head, D model dim.
+D model dim.
 """
 
 from __future__ import annotations
@@ -30,7 +26,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -41,12 +36,10 @@ from areal.engine.invariant_attention import InvariantPackedAttention
 from areal.engine.train.images import MicroImages
 from areal.engine.train.logprobs import VocabPart, next_token_logprobs
 from areal.models.common.attention import Attend, PackedAttention
-from areal.models.common.attention_tree import TreeAttention
 from areal.models.common.decoder import Decoder
 from areal.models.common.moe import replay_experts
 from areal.models.parallel_dims import ParallelMesh
 from areal.models.parallelize import gather_tokens
-from areal.utils.prefix_tree import PrefixTree
 
 
 class UlyssesAttention:
@@ -285,36 +278,3 @@ def head_outputs(
         part=part,
         banned=() if model.args.vision is None else model.args.vision.placeholder_ids,
     )
-
-
-def tree_outputs(
-    model: Decoder,
-    mb: dict[str, Any],
-    tree: PrefixTree,
-    config: TrainEngineConfig,
-    mesh: ParallelMesh | None,
-) -> tuple[torch.Tensor, ...]:
-    """As `token_outputs`. A mesh has no axis but data parallelism."""
-    tokens_T = mb["input_ids"].long()
-    device = tokens_T.device
-
-    def index(places: np.ndarray) -> torch.Tensor:
-        return torch.as_tensor(places, device=device)
-
-    attend = TreeAttention(tree, device)
-    tokens_U = tokens_T.index_select(0, index(tree.source_U))
-    # Sequences that share a token have computed it by the same experts.
-    routed_T = mb.get(ROUTED_KEY)
-    replay_experts(model, routed_T if routed_T is None else routed_T[index(tree.source_U)])
-    hidden_UD = model(tokens_U, attend.positions_T, attend)
-    if config.is_critic:
-        (values_U,) = head_outputs(model, hidden_UD, tokens_U, config, mesh)
-        return (values_U.index_select(0, index(tree.place_T)),)
-    predictions = tree.predictions()
-    hidden_RD = hidden_UD.index_select(0, index(predictions.place_R))
-    source_R = index(predictions.label_source_R)
-    # At a sequence's end the same placeholder as for packed sequences.
-    labels_R = torch.where(source_R < 0, 0, tokens_T.index_select(0, source_R.clamp(min=0)))
-    row_T = index(predictions.row_T)
-    outputs_R = head_outputs(model, hidden_RD, labels_R, config, mesh)
-    return tuple(x_R.index_select(0, row_T) for x_R in outputs_R)

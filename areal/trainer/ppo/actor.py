@@ -49,7 +49,7 @@ from areal.api.config.ppo import PPOActorConfig, TeacherConfig
 from areal.api.engine_api import TrainEngine
 from areal.api.routed_experts import ROUTED_KEY
 from areal.trainer.ppo.advantages import AdvantageEstimator
-from areal.trainer.ppo.batch import collect, loss_weight, minibatches, token_outputs
+from areal.trainer.ppo.batch import TokenScorer, collect, loss_weight, minibatches, token_outputs
 from areal.trainer.ppo.critic import PPOCritic
 from areal.utils import stats_tracker
 from areal.utils.data import MULTI_MODAL_KEY, select_rows
@@ -96,16 +96,25 @@ class OpenEngine(Protocol):
 
 
 class PPOLearner:
-    def __init__(self, config: PPOConfig, open_engine: OpenEngine) -> None:
+    def __init__(
+        self,
+        config: PPOConfig,
+        open_engine: OpenEngine,
+        open_served: Callable[[], TokenScorer] | None = None,
+    ) -> None:
+        """`open_served` opens the teacher of `teacher.engine_type: rollout`."""
         self.engine = open_engine("actor", config.actor)
         self.actor = PPOActor(config.actor, self.engine, config.teacher)
         self.critic: PPOCritic | None = None
         if config.critic is not None:
             self.critic = PPOCritic(config.critic, open_engine("critic", config.critic))
         # Frozen models (ref, teacher): batch key -> engine.
-        self._advisers: dict[str, TrainEngine] = {}
+        self._advisers: dict[str, TokenScorer] = {}
         for role, section in (("ref", config.ref), ("teacher", config.teacher)):
-            if section is not None:
+            if role in config.served_models():
+                assert open_served is not None, "the caller opens servers"
+                self._advisers[f"{role}_logp"] = open_served()
+            elif section is not None:
                 frozen = section.engine_config(config.actor)
                 self._advisers[f"{role}_logp"] = open_engine(role, frozen, trained=False)
 

@@ -11,12 +11,11 @@ and samples makes a batch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from areal.algorithm.advantage import shift_left
-from areal.api.engine_api import TrainEngine
 from areal.api.io_struct import EPISODE_KEY
 from areal.api.routed_experts import ROUTED_KEY
 from areal.utils.data import MULTI_MODAL_KEY, concat_batch, select_rows, sequence_lengths
@@ -49,6 +48,12 @@ def group_sizes(data: Mapping[str, Any]) -> list[int]:
     return torch.bincount(data["group_ids"]).tolist()
 
 
+class TokenScorer(Protocol):
+    """A model that is asked for per-token outputs: a TrainEngine, or servers."""
+
+    def forward_batch(self, input_: dict[str, Any]) -> torch.Tensor: ...
+
+
 def required(data: Mapping[str, Any], key: str, option: str) -> torch.Tensor:
     """`data[key]`, which a workflow must provide only if `option` of the config is used."""
     if key not in data:
@@ -60,7 +65,7 @@ def required(data: Mapping[str, Any], key: str, option: str) -> torch.Tensor:
 
 
 def token_outputs(
-    engine: TrainEngine,
+    engine: TokenScorer,
     data: Mapping[str, Any],
     *,
     replay: bool = False,
@@ -74,7 +79,8 @@ def token_outputs(
     """
     keys = ("input_ids", "attention_mask", MULTI_MODAL_KEY, *([ROUTED_KEY] if replay else []))
     given = {key: data[key] for key in keys if key in data}
-    return engine.forward_batch(given, with_entropy=with_entropy)
+    more = {"with_entropy": True} if with_entropy else {}  # servers know no entropies
+    return engine.forward_batch(given, **more)
 
 
 def loss_weight(mb: Mapping[str, Any]) -> torch.Tensor:

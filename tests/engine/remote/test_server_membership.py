@@ -9,11 +9,13 @@ import pickle
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 from engine.native.test_native_engine import full_forward_logprobs
 from tiny import tiny_model, write_tiny_model
 
+from areal.api.alloc_mode import ModelAllocation
 from areal.api.config.inference import GenerationHyperparameters
 from areal.api.io_struct import ModelRequest
 from areal.engine.remote.native import (
@@ -79,7 +81,7 @@ def requests(count, num_tokens):
 
 
 def send(engine, root, version, seed):
-    meta = root.meta().with_version(version)
+    meta = root.meta(gen_allocation=ModelAllocation.from_str("native:d1")).with_version(version)
     send_weights(engine, meta, tiny_model(seed=seed, **LONG).named_hf_tensors())
     return meta
 
@@ -193,3 +195,39 @@ async def test_a_server_joins_with_the_weights_that_serve_and_another_leaves(
     assert await asyncio.to_thread(engine.get_version) == 13
     await asyncio.to_thread(engine.note_weights, meta)
     assert await asyncio.to_thread(engine.get_version) == 14
+
+
+@pytest.mark.parametrize(("mode", "version"), [("xccl", 40), ("delta", 50)])
+async def test_a_server_joins_with_the_next_weights_where_nothing_holds_the_live_ones(
+    servers, open_engine, tmp_path, mode, version
+):
+    (_, first), (_, second) = servers[1:]
+    engine = open_engine(first)
+    with PublicationRoot(mode, run_name=f"next-{mode}", disk_root=tmp_path) as root:
+
+        def publish(version, seed):
+            """As a trainer does it."""
+            engine.expect_weights(version)
+            engine.note_weights(send(engine, root, version, seed))
+
+        await asyncio.to_thread(publish, version, 11)
+        join = partial(engine.join_with_next_weights, timeout_s=WAIT_S)
+        with pytest.raises(RuntimeError, match=r"no weights were sent for 0\.1 s"):
+            await asyncio.to_thread(join, second, timeout_s=0.1)
+        with pytest.raises(ValueError, match="is one of this engine's already"):
+            await asyncio.to_thread(join, first)
+        joining = asyncio.create_task(asyncio.to_thread(join, second))
+        while engine.member_states().get(second) != "joining":
+            assert not joining.done()
+            await asyncio.sleep(0.01)
+        assert engine.servers == [first]
+        assert await asyncio.to_thread(engine.get_version) == version
+        await asyncio.to_thread(publish, version + 1, 12)
+        await joining
+        assert engine.servers == [first, second] and await asyncio.to_thread(engine.get_version)
+        both = await asyncio.to_thread(engine.weight_checksums)
+        assert both[first] == both[second]
+        replies = await asyncio.gather(*map(engine.agenerate, requests(8, 20)))
+        assert {v for reply in replies for v in reply.output_versions} == {version + 1}
+        await asyncio.to_thread(publish, version + 2, 13)  # both are receivers
+        assert await asyncio.to_thread(engine.get_version) == version + 2

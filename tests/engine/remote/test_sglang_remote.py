@@ -15,6 +15,7 @@ from server_checks import (
     check_grpo_run,
     check_pause,
     check_refusals,
+    check_scores,
     check_streams,
     check_update_in_the_middle,
     check_updates_while_generating,
@@ -63,6 +64,7 @@ async def world(address, folders):
 async def test_one_server_through_its_life(world):
     """One start of the server, and everything in the order of a run."""
     await check_generation(world)
+    await check_scores(world)
     await check_refusals(world)
     await check_streams(world)
     await check_pause(world)

@@ -192,7 +192,7 @@ TWO_REPLICAS = {"backend": "archon:d4e4", "archon": ArchonEngineConfig(num_repli
         ("archon:d2", {}, "RANK, WORLD_SIZE"),
         ("archon:d4e4", TWO_REPLICAS, "do not divide the 2 that hold .* replicas, 2"),
         ("archon:t2", {"batch_invariant": True}, "batch_invariant needs one rank"),
-        ("archon:d2c2", {"enable_tree_training": True}, "computes a tree on one rank: use d alone"),
+        ("archon:d2p2", {"enable_tree_training": True}, "cannot be cut into pipeline stages"),
     ],
 )
 def test_a_layout_that_cannot_be_is_refused(folder, monkeypatch, backend, changes, fault):

@@ -1,4 +1,4 @@
-"""Archon with common prefixes computed once against Archon without: the same training.
+"""Common prefixes computed once against Archon without: the same training, in every layout.
 
 Sums are taken in another order, so bits differ; float32 results agree to 1e-5 (here to 2e-6).
 """
@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine.train.archon_world import (
+    FT_SPEC,
     PLAIN_SGD,
     last_output,
     loss_fn,
@@ -24,8 +25,10 @@ from gloo_ranks import run_ranks
 from tiny import write_tiny_model
 
 from areal.algorithm.loss import LossInputs, ppo_clip_loss
-from areal.api.config.train_engine import MicroBatchSpec
+from areal.api.config.train_engine import MicroBatchSpec, TrainEngineConfig
+from areal.engine import train_engine_class
 from areal.engine.train.archon import ArchonEngine
+from areal.engine.train.base import BaseTrainEngine
 from areal.engine.train.micro_batches import split_micro_batches
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
@@ -198,6 +201,56 @@ def rank_works(folder: str, outs: list[tuple[bool, str]]) -> None:
         found = work(engine, "groups")
         if dist.get_rank() == 0:
             torch.save(found, out)
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_models_of_transformers(folder, name: str):
+    packed = work(open_engine(folder, "archon:d1"), name)
+    tree = work(open_any(folder, "fsdp:d1", enable_tree_training=True), name)
+    torch.testing.assert_close(tree, packed, **TOLERANCE)
+
+
+SPREAD = ("archon:t2", "archon:c2", "fsdp:t2", "fsdp:c2")
+
+
+def test_two_ranks_share_a_tree(folder, tmp_path):
+    """Neither its tokens nor the rows of its head divide evenly."""
+    outs = [(backend, str(tmp_path / f"{backend}.pt")) for backend in SPREAD]
+    run_ranks(2, "engine.train.test_tree_training:rank_shares", folder, outs, timeout_s=900)
+    packed = work(open_engine(folder, "archon:d1"), "forks")
+    for backend, out in outs:
+        torch.testing.assert_close(
+            torch.load(out), packed, **TOLERANCE, msg=lambda m, b=backend: f"{b}: {m}"
+        )
+
+
+def test_two_ranks_share_the_trees_of_a_critic(folder, tmp_path):
+    outs = [(backend, str(tmp_path / f"{backend}.pt")) for backend in ("archon:t2", "archon:c2")]
+    run_ranks(2, "engine.train.test_tree_training:rank_values", folder, outs, timeout_s=900)
+    critic = open_engine(folder, "archon:d1", is_critic=True)
+    packed = work(critic, "forks", critic_loss)
+    for _, out in outs:
+        torch.testing.assert_close(torch.load(out), packed, **TOLERANCE)
+
+
+def rank_shares(folder: str, outs: list[tuple[str, str]], loss=grpo_loss, **options) -> None:
+    for backend, out in outs:
+        engine = open_any(folder, backend, enable_tree_training=True, **options)
+        found = work(engine, "forks", loss)
+        if dist.get_rank() == 0:
+            torch.save(found, out)
+
+
+def rank_values(folder: str, outs: list[tuple[str, str]]) -> None:
+    rank_shares(folder, outs, critic_loss, is_critic=True)
+
+
+def open_any(folder: str, backend: str, **options: Any) -> BaseTrainEngine:
+    config = TrainEngineConfig(path=folder, backend=backend, optimizer=PLAIN_SGD, **options)
+    engine = train_engine_class(backend)(config)
+    engine.create_process_group(config.allocation.parallel)
+    engine.initialize(FT_SPEC)
+    return engine
 
 
 @pytest.mark.gpu

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from areal.api.alloc_mode import ParallelStrategy
-from areal.api.config.train_engine import OptimizerConfig
+from areal.api.config.train_engine import OptimizerConfig, TrainEngineConfig
 from areal.engine.train.base import BaseTrainEngine, reshard, run_each
 from areal.engine.train.export import Weights
 from areal.engine.train.fit import check_fsdp
@@ -55,6 +55,7 @@ from areal.engine.train.micro_batches import MicroBatch, OutputFn
 from areal.engine.train.optimizer import MasterOptimizer
 from areal.engine.train.packing import pack_rows
 from areal.engine.train.process_group import join_alone
+from areal.engine.train.tree_packing import lay_out_tree
 from areal.models.hf_io import SCORE_HEAD, has_score_head, read_hf_config
 from areal.models.parallel_dims import ParallelDims
 from areal.utils.data import MULTI_MODAL_KEY
@@ -63,6 +64,10 @@ from areal.utils.data import MULTI_MODAL_KEY
 class FSDPEngine(BaseTrainEngine[PackedModel, MasterOptimizer]):
     # A row with images that all ranks have, once one of them had any.
     _example: tuple[torch.Tensor, dict[str, torch.Tensor]] | None = None
+
+    def __init__(self, config: TrainEngineConfig, *, seed: int = 1) -> None:
+        super().__init__(config, seed=seed)
+        self.shares_prefixes = config.enable_tree_training
 
     def _dims_of(self, strategy: ParallelStrategy) -> ParallelDims:
         return ParallelDims.of(strategy, num_replicas=self.config.fsdp.num_replicas)
@@ -185,17 +190,26 @@ class FSDPEngine(BaseTrainEngine[PackedModel, MasterOptimizer]):
         """
         mesh = self._mesh if self._dims.cp > 1 else None
         cp = None if mesh is None else mesh.get_group("cp")
-        laid = pack_rows(mb.data, multiple=self._dims.cp, cp=cp)
-        outputs_t = self.model(
+        if mb.tree is not None:
+            is_critic = self.config.is_critic
+            laid = lay_out_tree(
+                mb.data, mb.tree, is_critic=is_critic, multiple=self._dims.cp, cp=cp
+            )
+            labels, rows = laid.labels_r, laid.rows_r
+        else:
+            laid = pack_rows(mb.data, multiple=self._dims.cp, cp=cp)
+            labels, rows = laid.labels_t, None
+        outputs = self.model(
             laid.tokens_t,
             laid.positions_t,
             laid.attend,
-            laid.labels_t,
+            labels,
+            rows_T=rows,
             images=mb.images,
             temperature=self.config.temperature,
             chunk_size=self.config.logprobs_chunk_size,
         )
-        return laid.whole(outputs_t)
+        return laid.whole(outputs)
 
     def hf_weights(self) -> Weights:
         """Adapters are merged in. All ranks must iterate to the end; only rank 0 gets tensors."""

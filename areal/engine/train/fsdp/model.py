@@ -91,13 +91,15 @@ class PackedModel(nn.Module):
         attend: Attend | None,
         labels_T: torch.Tensor | None = None,
         *,
+        rows_T: torch.Tensor | None = None,
         images: HfImages | None = None,
         temperature: float = 1.0,
         chunk_size: int = 1024,
     ) -> tuple[torch.Tensor, ...]:
         """log p(labels) and entropy `[T]`, or a critic's values `[T]`; float32.
 
-        A language model without labels returns the logits `[T, V]` of its own forward.
+        With `rows_T` of the tokens at these places, each with its label, else of all. A language
+        model without labels returns the logits `[T, V]` of its own forward.
         """
         inputs = {
             "input_ids": tokens_T[None],
@@ -118,6 +120,8 @@ class PackedModel(nn.Module):
         if not self.is_critic and labels_T is None:
             return (self.hf(**inputs).logits[0].float(),)
         hidden_TD = self.hf.base_model(**inputs).last_hidden_state[0]
+        if rows_T is not None:
+            hidden_TD = hidden_TD.index_select(0, rows_T)
         if labels_T is None or self.is_critic:
             return (self.score_head(hidden_TD).float().squeeze(-1),)
         weight, part = self.head_weight, None
