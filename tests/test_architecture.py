@@ -243,6 +243,7 @@ NEEDS = {
         "areal.engine.native.cuda",
         "areal.engine.train.logprob_kernels",
         "areal.models.common.fp8_kernels",
+        "areal.models.common.fp8_training_kernels",
         "areal.models.common.invariant_matmul",
     ),
     "vllm": (),

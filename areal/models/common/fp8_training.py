@@ -1,0 +1,145 @@
+"""Layers that train in FP8: forward and backward products have blockwise FP8 factors.
+
+Weights, activations between layers and gradients that leave keep the model's dtype; the optimizer
+is not affected. For the backward pass a layer keeps its input in FP8, not in the model's dtype.
+Roundings pass gradients on unchanged: dx is g W of rounded g and W, dW is g' x of rounded g and x.
+
+Shapes: T tokens, D and N features in and out, F hidden features (fp8_products.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from areal.models.common.fp8_products import (
+    quantize,
+    quantize_gate_grads,
+    quantize_gated,
+    times_weight,
+    weight_grad,
+)
+from areal.models.common.moe import FeedForward
+
+if TYPE_CHECKING:
+    from areal.models.common.decoder import Decoder
+
+# Layers that are never in FP8: naming them to exclude them is allowed.
+NEVER = ("output", "router", "score")
+
+
+def train_in_fp8(model: Decoder, exclude_modules: Sequence[str]) -> None:
+    """Replace the linear layers of all blocks in place, but those whose name, like
+    `layers.0.attention.wq`, has a part of `exclude_modules`."""
+    unused = set(exclude_modules) - set(NEVER)
+    for name, module in list(model.layers.named_modules(prefix="layers")):
+        if type(module) is not nn.Linear:
+            continue
+        matched = {part for part in exclude_modules if part in name}
+        unused -= matched
+        if not matched:
+            path, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(path), leaf, BlockwiseLinear(module))
+    if unused:
+        raise ValueError(
+            f"archon.fp8_config.exclude_modules: no linear layer has {sorted(unused)[0]!r} in its "
+            "name; names are like layers.0.attention.wq and layers.0.feed_forward.w1"
+        )
+    for block in model.blocks:
+        if isinstance(block.feed_forward, FeedForward) and _can_fuse(block.feed_forward):
+            block.feed_forward = BlockwiseFeedForward(block.feed_forward)
+
+
+class BlockwiseLinear(nn.Linear):
+    def __init__(self, linear: nn.Linear) -> None:
+        nn.Module.__init__(self)  # nn.Linear's own would allocate and fill another weight
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias = linear.weight, linear.bias
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            out_TN = cast(torch.Tensor, _Linear.apply(x_TD, self.weight))
+        else:
+            q, scale, *_ = quantize(x_TD, False)
+            out_TN = times_weight(q, scale, self.weight, len(x_TD), False)
+        return out_TN if self.bias is None else out_TN + self.bias
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_TD, weight_ND):
+        q, scale, columns, column_scale = quantize(x_TD, True)
+        ctx.save_for_backward(columns, column_scale, weight_ND)
+        return times_weight(q, scale, weight_ND, len(x_TD), False)
+
+    @staticmethod
+    def backward(ctx, grad_TN):  # pyright: ignore[reportIncompatibleMethodOverride]
+        columns, column_scale, weight_ND = ctx.saved_tensors
+        q, scale, grad_columns, grad_scale = quantize(grad_TN, True)
+        grad_TD = times_weight(q, scale, weight_ND, len(grad_TN), True)
+        factors = (grad_columns, grad_scale, columns, column_scale)
+        return grad_TD, weight_grad(*factors, weight_ND.dtype)
+
+
+class BlockwiseFeedForward(FeedForward):
+    """w2(silu(w1(x)) * w3(x)) whose product of gate and up exists in FP8 only."""
+
+    def __init__(self, dense: FeedForward) -> None:
+        nn.Module.__init__(self)
+        self.activation = dense.activation
+        self.w1, self.w2, self.w3 = dense.w1, dense.w2, dense.w3
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        weights = (self.w1.weight, self.w3.weight, self.w2.weight)
+        if torch.is_grad_enabled():
+            return cast(torch.Tensor, _FeedForward.apply(x_TD, *weights))
+        gate_TF, up_TF = _gate_up(*quantize(x_TD, False)[:2], *weights[:2], len(x_TD))
+        return times_weight(*quantize_gated(gate_TF, up_TF), weights[2], len(x_TD), False)
+
+
+class _FeedForward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_TD, w1_FD, w3_FD, w2_DF):
+        num_tokens = len(x_TD)
+        q, scale, columns, column_scale = quantize(x_TD, True)
+        gate_TF, up_TF = _gate_up(q, scale, w1_FD, w3_FD, num_tokens)
+        ctx.save_for_backward(columns, column_scale, gate_TF, up_TF, w1_FD, w3_FD, w2_DF)
+        return times_weight(*quantize_gated(gate_TF, up_TF), w2_DF, num_tokens, False)
+
+    @staticmethod
+    def backward(ctx, grad_TD):  # pyright: ignore[reportIncompatibleMethodOverride]
+        columns, column_scale, gate_TF, up_TF, w1_FD, w3_FD, w2_DF = ctx.saved_tensors
+        num_tokens, dtype = len(grad_TD), w1_FD.dtype
+        q, scale, out_columns, out_scale = quantize(grad_TD, True)
+        hidden_TF = times_weight(q, scale, w2_DF, num_tokens, True)
+        made = quantize_gate_grads(hidden_TF, gate_TF, up_TF)
+        gate, up, hidden_columns = made[:4], made[4:8], made[8:]
+        grad_TD = times_weight(gate[0], gate[1], w1_FD, num_tokens, True)
+        grad_TD = grad_TD + times_weight(up[0], up[1], w3_FD, num_tokens, True)
+        return (
+            grad_TD,
+            weight_grad(gate[2], gate[3], columns, column_scale, dtype),
+            weight_grad(up[2], up[3], columns, column_scale, dtype),
+            weight_grad(out_columns, out_scale, *hidden_columns, dtype),
+        )
+
+
+def _gate_up(
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    w1_FD: torch.Tensor,
+    w3_FD: torch.Tensor,
+    num_tokens: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    gate_TF = times_weight(q, scale, w1_FD, num_tokens, False)
+    return gate_TF, times_weight(q, scale, w3_FD, num_tokens, False)
+
+
+def _can_fuse(dense: FeedForward) -> bool:
+    linears = (dense.w1, dense.w2, dense.w3)
+    is_plain = all(isinstance(one, BlockwiseLinear) and one.bias is None for one in linears)
+    return is_plain and dense.activation is F.silu
