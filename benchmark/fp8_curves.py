@@ -4,11 +4,11 @@
     python benchmark/fp8_curves.py --model runs/demo/arithmetic/sft/model --json FILE --plot PNG
     python benchmark/fp8_curves.py --results FILE --plot PNG
 
-Each run is `areal train examples/math/arithmetic_grpo.yaml` in a process of its own, all at the same
-time: the same model, data and steps, in the trainer's default precision (`plain`: bfloat16 on a GPU,
-float32 on a CPU) and with archon.fp8_config.mode blockwise (`fp8`). The server is the same in both.
-The band is what the seeds of `plain` span at each evaluation; `inside` is the share of evaluations of
-`fp8`, averaged over its seeds, that lie within it or above. The last form draws what was measured.
+Each run is `areal train examples/math/arithmetic_grpo.yaml` in a process of its own, all of them at
+once: the same model, data and steps, in the trainer's default precision (`plain`: bfloat16 on a
+GPU, float32 on a CPU) and with archon.fp8_config.mode blockwise (`fp8`). Servers do not differ. The
+band is what the seeds of `plain` span at an evaluation; `inside` is the share of evaluations where
+the mean of `fp8` lies within it or above. The last form draws what was measured.
 """
 
 from __future__ import annotations
