@@ -10,14 +10,16 @@ powers of two (fp8.py).
 Hopper multiplies FP8 (`uses_tensor_cores`). Elsewhere the factors are made the model's dtype, in
 which they are exact: the same numbers up to the order of sums, and no faster.
 
-Functions here are operators of torch, opaque to its compiler; equal calls in a compiled block (the
-input of wq, wk and wv) are computed once. Tokens are padded with zeros to a multiple of 128.
+Functions here are operators of torch, opaque to its compiler. Tokens are padded with zeros to a
+multiple of 128.
 
 Shapes: T tokens, P padded, D and N features in and out, F hidden features, G and H groups of 128
 features and of 128 tokens. Scales of rows are [G, P], of columns [H, D].
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -97,17 +99,26 @@ def _(grad_TF, gate_TF, up_TF):
 
 @torch.library.custom_op("areal::fp8_times_weight", mutates_args=())
 def times_weight(
-    q_PD: torch.Tensor, scale_GP: torch.Tensor, weight: torch.Tensor, num_tokens: int, back: bool
+    q_PD: torch.Tensor,
+    scale_GP: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    num_tokens: int,
+    back: bool,
 ) -> torch.Tensor:
-    """x W' [T, N] of rows of x, or, `back`, g W [T, D] of rows of g; in the weight's dtype."""
+    """x W' [T, N] of rows of x, or, `back`, g W [T, D] of rows of g; in the weights' dtype.
+
+    Several weights with the same inputs are one, the first on top: N counts the rows of all.
+    """
+    weight = weights[0] if len(weights) == 1 else torch.cat(list(weights))
     q, scale = quantize_weight(weight, transposed=back)
     out = _product(q_PD, scale_GP, q, scale, ScalingType.BlockWise128x128, weight.dtype)
     return out[:num_tokens]
 
 
 @times_weight.register_fake
-def _(q_PD, scale_GP, weight, num_tokens, back):
-    return weight.new_empty(num_tokens, weight.shape[1 if back else 0])
+def _(q_PD, scale_GP, weights, num_tokens, back):
+    dim = weights[0].shape[1] if back else sum(len(weight) for weight in weights)
+    return weights[0].new_empty(num_tokens, dim)
 
 
 @torch.library.custom_op("areal::fp8_weight_grad", mutates_args=())

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from areal.models.common.attention import Attention
 from areal.models.common.fp8_products import (
     quantize,
     quantize_gate_grads,
@@ -50,6 +51,9 @@ def train_in_fp8(model: Decoder, exclude_modules: Sequence[str]) -> None:
             "name; names are like layers.0.attention.wq and layers.0.feed_forward.w1"
         )
     for block in model.blocks:
+        attention = block.attention
+        if isinstance(attention, Attention) and _are_blockwise(attention, "wq", "wk", "wv"):
+            attention.project = project_together
         if isinstance(block.feed_forward, FeedForward) and _can_fuse(block.feed_forward):
             block.feed_forward = BlockwiseFeedForward(block.feed_forward)
 
@@ -61,28 +65,39 @@ class BlockwiseLinear(nn.Linear):
         self.weight, self.bias = linear.weight, linear.bias
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        if torch.is_grad_enabled():
-            out_TN = cast(torch.Tensor, _Linear.apply(x_TD, self.weight))
-        else:
-            q, scale, *_ = quantize(x_TD, False)
-            out_TN = times_weight(q, scale, self.weight, len(x_TD), False)
-        return out_TN if self.bias is None else out_TN + self.bias
+        return project_together(x_TD, self)[0]
+
+
+def project_together(x_TD: torch.Tensor, *linears: nn.Linear) -> list[torch.Tensor]:
+    """The outputs of layers that read the same input, by one product in each direction."""
+    weights = [linear.weight for linear in linears]
+    if torch.is_grad_enabled():
+        out_TN = cast(torch.Tensor, _Linear.apply(x_TD, *weights))
+    else:
+        q, scale, *_ = quantize(x_TD, False)
+        out_TN = times_weight(q, scale, weights, len(x_TD), False)
+    parts = out_TN.split([linear.out_features for linear in linears], 1)
+    return [
+        part.contiguous() if linear.bias is None else part + linear.bias
+        for part, linear in zip(parts, linears, strict=True)
+    ]
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TD, weight_ND):
+    def forward(ctx, x_TD, *weights):
         q, scale, columns, column_scale = quantize(x_TD, True)
-        ctx.save_for_backward(columns, column_scale, weight_ND)
-        return times_weight(q, scale, weight_ND, len(x_TD), False)
+        ctx.save_for_backward(columns, column_scale, *weights)
+        return times_weight(q, scale, weights, len(x_TD), False)
 
     @staticmethod
     def backward(ctx, grad_TN):  # pyright: ignore[reportIncompatibleMethodOverride]
-        columns, column_scale, weight_ND = ctx.saved_tensors
+        columns, column_scale, *weights = ctx.saved_tensors
         q, scale, grad_columns, grad_scale = quantize(grad_TN, True)
-        grad_TD = times_weight(q, scale, weight_ND, len(grad_TN), True)
+        grad_TD = times_weight(q, scale, weights, len(grad_TN), True)
         factors = (grad_columns, grad_scale, columns, column_scale)
-        return grad_TD, weight_grad(*factors, weight_ND.dtype)
+        grad_ND = weight_grad(*factors, weights[0].dtype)
+        return grad_TD, *grad_ND.split([len(weight) for weight in weights])
 
 
 class BlockwiseFeedForward(FeedForward):
@@ -98,7 +113,7 @@ class BlockwiseFeedForward(FeedForward):
         if torch.is_grad_enabled():
             return cast(torch.Tensor, _FeedForward.apply(x_TD, *weights))
         gate_TF, up_TF = _gate_up(*quantize(x_TD, False)[:2], *weights[:2], len(x_TD))
-        return times_weight(*quantize_gated(gate_TF, up_TF), weights[2], len(x_TD), False)
+        return times_weight(*quantize_gated(gate_TF, up_TF), weights[2:], len(x_TD), False)
 
 
 class _FeedForward(torch.autograd.Function):
@@ -108,18 +123,18 @@ class _FeedForward(torch.autograd.Function):
         q, scale, columns, column_scale = quantize(x_TD, True)
         gate_TF, up_TF = _gate_up(q, scale, w1_FD, w3_FD, num_tokens)
         ctx.save_for_backward(columns, column_scale, gate_TF, up_TF, w1_FD, w3_FD, w2_DF)
-        return times_weight(*quantize_gated(gate_TF, up_TF), w2_DF, num_tokens, False)
+        return times_weight(*quantize_gated(gate_TF, up_TF), [w2_DF], num_tokens, False)
 
     @staticmethod
     def backward(ctx, grad_TD):  # pyright: ignore[reportIncompatibleMethodOverride]
         columns, column_scale, gate_TF, up_TF, w1_FD, w3_FD, w2_DF = ctx.saved_tensors
         num_tokens, dtype = len(grad_TD), w1_FD.dtype
         q, scale, out_columns, out_scale = quantize(grad_TD, True)
-        hidden_TF = times_weight(q, scale, w2_DF, num_tokens, True)
+        hidden_TF = times_weight(q, scale, [w2_DF], num_tokens, True)
         made = quantize_gate_grads(hidden_TF, gate_TF, up_TF)
         gate, up, hidden_columns = made[:4], made[4:8], made[8:]
-        grad_TD = times_weight(gate[0], gate[1], w1_FD, num_tokens, True)
-        grad_TD = grad_TD + times_weight(up[0], up[1], w3_FD, num_tokens, True)
+        grad_TD = times_weight(gate[0], gate[1], [w1_FD], num_tokens, True)
+        grad_TD = grad_TD + times_weight(up[0], up[1], [w3_FD], num_tokens, True)
         return (
             grad_TD,
             weight_grad(gate[2], gate[3], columns, column_scale, dtype),
@@ -135,11 +150,15 @@ def _gate_up(
     w3_FD: torch.Tensor,
     num_tokens: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    gate_TF = times_weight(q, scale, w1_FD, num_tokens, False)
-    return gate_TF, times_weight(q, scale, w3_FD, num_tokens, False)
+    gate_TF = times_weight(q, scale, [w1_FD], num_tokens, False)
+    return gate_TF, times_weight(q, scale, [w3_FD], num_tokens, False)
 
 
 def _can_fuse(dense: FeedForward) -> bool:
-    linears = (dense.w1, dense.w2, dense.w3)
-    is_plain = all(isinstance(one, BlockwiseLinear) and one.bias is None for one in linears)
-    return is_plain and dense.activation is F.silu
+    has_bias = any(linear.bias is not None for linear in (dense.w1, dense.w2, dense.w3))
+    is_silu = dense.activation is F.silu
+    return is_silu and not has_bias and _are_blockwise(dense, "w1", "w2", "w3")
+
+
+def _are_blockwise(owner: nn.Module, *names: str) -> bool:
+    return all(isinstance(getattr(owner, name), BlockwiseLinear) for name in names)

@@ -79,8 +79,8 @@ def test_products_are_those_of_the_rounded_factors(dims, device):
     for both_ways in (x, grad):
         assert both_ways.isfinite().all()
     of_x, of_grad = fp8_products.quantize(x, True), fp8_products.quantize(grad, True)
-    y = fp8_products.times_weight(*of_x[:2], weight, 300, False)
-    grad_x = fp8_products.times_weight(*of_grad[:2], weight, 300, True)
+    y = fp8_products.times_weight(*of_x[:2], [weight], 300, False)
+    grad_x = fp8_products.times_weight(*of_grad[:2], [weight], 300, True)
     grad_w = fp8_products.weight_grad(*of_grad[2:], *of_x[2:], dtype)
     q, scale = fp8_products.quantize_weight(weight, transposed=False)
     factor = exact(q, scale.repeat_interleave(128, 0)[: len(q)])
