@@ -4,9 +4,10 @@
 
 Shapes are those of Qwen2.5 1.5B (benchmark/training.py) with 16384 tokens. Of each product of a
 linear layer (forward, gradient of the input, gradient of the weight): TFLOP/s in bfloat16, and in
-FP8 with scales in blocks of 128 (what areal/models/common/fp8_products.py computes), by rows and
-for whole tensors, factors given quantized. Of each kernel that quantizes: TB/s read and written.
-Needs Hopper.
+FP8 with scales in blocks of 128, by rows and for whole tensors, factors given quantized; `exact`
+sums in float32, the others as the tensor cores add by themselves, with about 14 bits. What
+areal/models/common/fp8_products.py takes is `blocks`, and `tensor_exact` for gradients of weights.
+Of each kernel that quantizes: TB/s read and written. Needs Hopper.
 """
 
 from __future__ import annotations
@@ -63,16 +64,17 @@ def product_rows(name: str, m: int, n: int, k: int, b_scaling: ScalingType) -> l
         scaling = ScalingType.RowWise
         return scaled_mm(qa, qb.t(), row, scaling, column, scaling, use_fast_accum=fast)
 
-    def by_tensor() -> torch.Tensor:
+    def by_tensor(fast: bool) -> torch.Tensor:
         scaling = ScalingType.TensorWise
-        return scaled_mm(qa, qb.t(), one, scaling, one, scaling, use_fast_accum=True)
+        return scaled_mm(qa, qb.t(), one, scaling, one, scaling, use_fast_accum=fast)
 
     ways: dict[str, Callable[[], torch.Tensor]] = {
         "bf16": lambda: F.linear(a, b),
         "blocks": lambda: scaled_mm(qa, qb.t(), a_scale, _ROWS, b_scale, b_scaling),
         "rows": lambda: by_rows(True),
         "rows_exact": lambda: by_rows(False),
-        "tensor": by_tensor,
+        "tensor": lambda: by_tensor(True),
+        "tensor_exact": lambda: by_tensor(False),
     }
     flop = 2 * m * n * k
     rows = []
@@ -91,14 +93,16 @@ def kernel_rows(dim: int, hidden: int) -> list[Row]:
     gate = torch.randn(TOKENS, hidden, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(hidden, dim, device="cuda", dtype=torch.bfloat16)
     kernels = fp8_training_kernels
+    rows = kernels.quantize(gate)
+    top = rows[1].amax()
     works: dict[str, tuple[Callable[[], object], int]] = {
-        "quantize_both": (lambda: kernels.quantize(x, both=True), 4 * x.numel()),
-        "quantize_rows": (lambda: kernels.quantize(x, both=False), 3 * x.numel()),
-        "quantize_both_hidden": (lambda: kernels.quantize(gate, both=True), 4 * gate.numel()),
+        "quantize": (lambda: kernels.quantize(x), 3 * x.numel()),
+        "quantize_hidden": (lambda: kernels.quantize(gate), 3 * gate.numel()),
+        "transpose_hidden": (lambda: kernels.transpose(*rows, top), 2 * gate.numel()),
         "gated": (lambda: kernels.quantize_gated(gate, gate), 5 * gate.numel()),
         "gate_grads": (
             lambda: kernels.quantize_gate_grads(gate, gate, gate),
-            11 * gate.numel(),
+            8 * gate.numel(),
         ),
         "weight": (
             lambda: fp8_products.quantize_weight(weight, transposed=False),

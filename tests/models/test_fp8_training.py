@@ -10,7 +10,7 @@ from tiny import tiny_model
 from torch import nn
 
 from areal.models.common.attention import PackedAttention
-from areal.models.common.fp8_products import quantize, quantize_weight
+from areal.models.common.fp8_products import quantize, quantize_weight, transpose
 from areal.models.common.fp8_training import (
     BlockwiseFeedForward,
     BlockwiseLinear,
@@ -25,18 +25,17 @@ def blockwise(weight: list[list[float]] | torch.Tensor) -> BlockwiseLinear:
     return BlockwiseLinear(linear)
 
 
-def test_rows_and_columns_by_hand():
+def test_a_layer_by_hand():
     layer = blockwise([[1.0, 1.0]])
     x = torch.tensor([[448.0, 0.001], [0.0, 0.001]], requires_grad=True)
     out = layer(x)
-    # Beside 448 the smallest number is 2**-9, and 0.001 is nearer to it than to 0. By itself, and
-    # in its column, 0.001 goes to 1.0 / 1024: 1.024 lies between 1 and 1.125.
+    # Beside 448 the smallest number is 2**-9, and 0.001 is nearer to it than to 0. By itself it
+    # goes to 1.0 / 1024: 1.024 lies between 1 and 1.125.
     assert out.tolist() == [[448 + 2**-9], [2**-10]]
     out.backward(torch.tensor([[3.0], [17.0]]))
-    # Of gradients, a row has one number: 17 goes to 16. In their column they share a scale, by
-    # which 17 is 272, between 256 and 288: 16 as well.
-    assert x.grad.tolist() == [[3.0, 3.0], [16.0, 16.0]]
-    assert layer.weight.grad.tolist() == [[3 * 448.0, (3 + 16) * 2**-10]]
+    assert x.grad.tolist() == [[3.0, 3.0], [16.0, 16.0]]  # 17 lies between 16 and 18
+    # With the scale of 448, the second 0.001 is half of the smallest number, and goes to 0.
+    assert layer.weight.grad.tolist() == [[3 * 448.0, 3 * 2**-9]]
 
 
 def exact(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -54,9 +53,9 @@ def test_products_are_those_of_the_rounded_factors(tokens, dim, out):
     found.backward(grad)
     q, scale = quantize_weight(layer.weight.detach(), transposed=False)
     weight = exact(q, scale.repeat_interleave(128, 0)[:out])
-    of_x, of_grad = quantize(x.detach(), True), quantize(grad, True)
+    of_x, of_grad = quantize(x.detach()), quantize(grad)
     rows, grad_rows = exact(of_x[0], of_x[1].t()), exact(of_grad[0], of_grad[1].t())
-    columns, grad_columns = exact(of_x[2], of_x[3].t()), exact(of_grad[2], of_grad[3].t())
+    columns, grad_columns = (q.double() * top for q, top in map(transposed, (of_x, of_grad)))
     assert_near(found, (rows @ weight.t())[:tokens])
     assert_near(x.grad, (grad_rows @ weight)[:tokens])
     assert_near(layer.weight.grad, grad_columns @ columns.t())
@@ -65,6 +64,10 @@ def test_products_are_those_of_the_rounded_factors(tokens, dim, out):
     # The factors are near: three bits of mantissa are left of each number.
     assert (rows[:tokens] - x.detach()).norm() < 0.05 * x.norm()
     assert (columns[:, :tokens] - x.detach().t()).norm() < 0.05 * x.norm()
+
+
+def transposed(rows: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    return transpose(*rows)
 
 
 def assert_near(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-6) -> None:

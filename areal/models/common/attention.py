@@ -321,12 +321,12 @@ class Attention(AttentionLayer):
         self.wo = nn.Linear(q_dim, args.dim, bias=args.attention_out_bias)
         self.q_norm = make_norm(args, args.head_dim) if args.qk_norm else None
         self.k_norm = make_norm(args, args.head_dim) if args.qk_norm else None
-        self.project: Projection = project_each  # how the first three read their input
+        self.project_qkv: Projection = project_each  # how the first three read their input
 
     def heads(
         self, x_TD: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        projected = self.project(x_TD, self.wq, self.wk, self.wv)
+        projected = self.project_qkv(x_TD, self.wq, self.wk, self.wv)
         q_TNH, k_TKH, v_TKH = (x.unflatten(-1, (-1, self.head_dim)) for x in projected)
         if self.q_norm is not None and self.k_norm is not None:
             q_TNH, k_TKH = self.q_norm(q_TNH), self.k_norm(k_TKH)

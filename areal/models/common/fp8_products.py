@@ -2,10 +2,10 @@
 
     y = x W'      dx = g W      dW = g' x            each product of FP8 factors, summed in float32
 
-A factor's scales lie along the sum: `rows` of x and of g have one for 128 features (for y and dx),
-their `columns` one for 128 tokens (for dW), so x and g are each quantized in both directions.
-Weights have one for 128 x 128, which serves both of their products. Values are e4m3 and scales
-powers of two (fp8.py).
+Rows of x and of g have a scale for each 128 features, weights for each 128 x 128, which serves both
+of their products. Values are e4m3 and scales powers of two (fp8.py). For dW, a sum over tokens, a
+factor is transposed and gets one scale, the largest it has: exponents change, digits do not, except
+that numbers below 2**-6 of the scale (2**-14 of the largest) lose some, and below 2**-10 all.
 
 Hopper multiplies FP8 (`uses_tensor_cores`). Elsewhere the factors are made the model's dtype, in
 which they are exact: the same numbers up to the order of sums, and no faster.
@@ -13,8 +13,8 @@ which they are exact: the same numbers up to the order of sums, and no faster.
 Functions here are operators of torch, opaque to its compiler. Tokens are padded with zeros to a
 multiple of 128.
 
-Shapes: T tokens, P padded, D and N features in and out, F hidden features, G and H groups of 128
-features and of 128 tokens. Scales of rows are [G, P], of columns [H, D].
+Shapes: T tokens, P padded, D and N features in and out, F hidden features, G groups of 128
+features. Scales of rows are [G, P].
 """
 
 from __future__ import annotations
@@ -32,22 +32,18 @@ _SCALES_MULTIPLE = 4  # of a weight's scales in memory, as cuBLAS reads them
 
 
 @torch.library.custom_op("areal::fp8_quantize", mutates_args=())
-def quantize(
-    x_TD: torch.Tensor, both: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows [P, D] with scales, and columns [D, P] with scales; without `both` these are empty."""
+def quantize(x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows [P, D] and their scales."""
     if x_TD.is_cuda:
         from areal.models.common import fp8_training_kernels as kernels  # needs Triton
 
-        return kernels.quantize(x_TD.contiguous(), both=both)
-    rows = _rows(x_TD)
-    return *rows, *_columns(x_TD if both else x_TD[:0])
+        return kernels.quantize(x_TD.contiguous())
+    return _rows(x_TD)
 
 
 @quantize.register_fake
-def _(x_TD, both):
-    num_tokens, dim = x_TD.shape
-    return *_like_rows(x_TD, num_tokens, dim), *_like_columns(x_TD, num_tokens * both, dim)
+def _(x_TD):
+    return _like_rows(x_TD)
 
 
 @torch.library.custom_op("areal::fp8_quantize_gated", mutates_args=())
@@ -62,39 +58,28 @@ def quantize_gated(gate_TF: torch.Tensor, up_TF: torch.Tensor) -> tuple[torch.Te
 
 @quantize_gated.register_fake
 def _(gate_TF, up_TF):
-    return _like_rows(gate_TF, *gate_TF.shape)
+    return _like_rows(gate_TF)
 
 
 @torch.library.custom_op("areal::fp8_quantize_gate_grads", mutates_args=())
 def quantize_gate_grads(
     grad_TF: torch.Tensor, gate_TF: torch.Tensor, up_TF: torch.Tensor
-) -> tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor,
-    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor,
-]:  # fmt: skip
-    """Of the gradient of silu(gate) * up: rows and columns of the gradient of gate, of up, and the
-    columns of silu(gate) * up itself."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows of the gradients of gate and of up, from that of silu(gate) * up."""
     if gate_TF.is_cuda:
         from areal.models.common import fp8_training_kernels as kernels  # needs Triton
 
         inputs = (grad_TF.contiguous(), gate_TF.contiguous(), up_TF.contiguous())
-        return kernels.quantize_gate_grads(*inputs)  # pyright: ignore[reportReturnType]  # ten
-    grad, gate, up = grad_TF.float(), gate_TF.float(), up_TF.float()
+        return kernels.quantize_gate_grads(*inputs)
+    grad, gate = grad_TF.float(), gate_TF.float()
     sigmoid = torch.sigmoid(gate)
-    silu = gate * sigmoid
-    gate_grad, up_grad = grad * up * (sigmoid + silu * (1 - sigmoid)), grad * silu
-    of_gate, of_up = (
-        (*_rows(gate_grad), *_columns(gate_grad)),
-        (*_rows(up_grad), *_columns(up_grad)),
-    )
-    return *of_gate, *of_up, *_columns(silu * up)
+    gate_grad = grad * up_TF.float() * sigmoid * (1 + gate * (1 - sigmoid))
+    return *_rows(gate_grad), *_rows(grad * gate * sigmoid)
 
 
 @quantize_gate_grads.register_fake
 def _(grad_TF, gate_TF, up_TF):
-    rows = [_like_rows(gate_TF, *gate_TF.shape) for _ in range(2)]
-    columns = [_like_columns(gate_TF, *gate_TF.shape) for _ in range(3)]
-    return *rows[0], *columns[0], *rows[1], *columns[1], *columns[2]
+    return *_like_rows(gate_TF), *_like_rows(gate_TF)
 
 
 @torch.library.custom_op("areal::fp8_times_weight", mutates_args=())
@@ -111,8 +96,7 @@ def times_weight(
     """
     weight = weights[0] if len(weights) == 1 else torch.cat(list(weights))
     q, scale = quantize_weight(weight, transposed=back)
-    out = _product(q_PD, scale_GP, q, scale, ScalingType.BlockWise128x128, weight.dtype)
-    return out[:num_tokens]
+    return _product(q_PD, scale_GP, q, scale, weight.dtype)[:num_tokens]
 
 
 @times_weight.register_fake
@@ -123,19 +107,38 @@ def _(q_PD, scale_GP, weights, num_tokens, back):
 
 @torch.library.custom_op("areal::fp8_weight_grad", mutates_args=())
 def weight_grad(
-    grad_q_NP: torch.Tensor,
-    grad_scale_HN: torch.Tensor,
-    x_q_DP: torch.Tensor,
-    x_scale_HD: torch.Tensor,
+    grad_q_PN: torch.Tensor,
+    grad_scale_GP: torch.Tensor,
+    x_q_PD: torch.Tensor,
+    x_scale_GP: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """g' x [N, D] of columns."""
-    return _product(grad_q_NP, grad_scale_HN, x_q_DP, x_scale_HD, ScalingType.BlockWise1x128, dtype)
+    """g' x [N, D] of rows of both."""
+    grad_q_NP, grad_scale = transpose(grad_q_PN, grad_scale_GP)
+    x_q_DP, x_scale = transpose(x_q_PD, x_scale_GP)
+    if uses_tensor_cores(x_q_DP.device, len(grad_q_NP), len(x_q_DP), x_q_DP.shape[1]):
+        scaling = ScalingType.TensorWise
+        factors = (grad_q_NP, x_q_DP.t(), grad_scale, scaling, x_scale, scaling)
+        return scaled_mm(*factors, output_dtype=dtype)
+    factors = ((grad_q_NP.float() * grad_scale).to(dtype), (x_q_DP.float() * x_scale).to(dtype))
+    return F.linear(*factors)
 
 
 @weight_grad.register_fake
-def _(grad_q_NP, grad_scale_HN, x_q_DP, x_scale_HD, dtype):
-    return grad_q_NP.new_empty(len(grad_q_NP), len(x_q_DP), dtype=dtype)
+def _(grad_q_PN, grad_scale_GP, x_q_PD, x_scale_GP, dtype):
+    return grad_q_PN.new_empty(grad_q_PN.shape[1], x_q_PD.shape[1], dtype=dtype)
+
+
+def transpose(q_PD: torch.Tensor, scale_GP: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP8 [D, P] with one scale, a float32 of no dim."""
+    if not len(q_PD):
+        return q_PD.t(), scale_GP.new_ones(())
+    top = scale_GP.amax()
+    if q_PD.is_cuda:
+        from areal.models.common import fp8_training_kernels as kernels  # needs Triton
+
+        return kernels.transpose(q_PD, scale_GP, top), top
+    return _exact(q_PD, scale_GP.t() / top, torch.float32).t().to(FP8).contiguous(), top
 
 
 def quantize_weight(
@@ -164,25 +167,22 @@ def uses_tensor_cores(device: torch.device, *dims: int) -> bool:
 
 
 def _product(
-    a_q: torch.Tensor,
-    a_scale: torch.Tensor,
-    b_q: torch.Tensor,
-    b_scale: torch.Tensor,
-    b_scaling: ScalingType,
+    q_PK: torch.Tensor,
+    scale_GP: torch.Tensor,
+    weight_q_MK: torch.Tensor,
+    weight_scale: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """a b', both with the sum along their last dim. `a` has scales [groups, rows]; so has b, or, in
-    blocks, [blocks of rows, groups]."""
-    is_blocks = b_scaling is ScalingType.BlockWise128x128
-    if uses_tensor_cores(a_q.device, len(b_q), *a_q.shape):
+    """Rows times a weight in blocks, [P, M], of which K features are summed."""
+    if uses_tensor_cores(q_PK.device, len(weight_q_MK), *q_PK.shape):
         return scaled_mm(
-            a_q, b_q.t(),
-            a_scale.t(), ScalingType.BlockWise1x128,
-            b_scale.t(), b_scaling,
+            q_PK, weight_q_MK.t(),
+            scale_GP.t(), ScalingType.BlockWise1x128,
+            weight_scale.t(), ScalingType.BlockWise128x128,
             output_dtype=dtype,
         )  # fmt: skip
-    b = _exact(b_q, b_scale.repeat_interleave(GROUP, 0) if is_blocks else b_scale.t(), dtype)
-    return F.linear(_exact(a_q, a_scale.t(), dtype), b)
+    weight_MK = _exact(weight_q_MK, weight_scale.repeat_interleave(GROUP, 0), dtype)
+    return F.linear(_exact(q_PK, scale_GP.t(), dtype), weight_MK)
 
 
 def _exact(q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -192,17 +192,9 @@ def _exact(q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Te
 
 
 def _rows(x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    q_PD, scale_PG = quantize_blocks(_finite(_padded(x_TD)), 1)
+    x_PD = F.pad(x_TD, (0, 0, 0, -len(x_TD) % GROUP))
+    q_PD, scale_PG = quantize_blocks(_finite(x_PD), 1)
     return q_PD, scale_PG.t().contiguous()
-
-
-def _columns(x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    q_DP, scale_DH = quantize_blocks(_finite(_padded(x_TD).t()), 1)
-    return q_DP, scale_DH.t().contiguous()
-
-
-def _padded(x_TD: torch.Tensor) -> torch.Tensor:
-    return F.pad(x_TD, (0, 0, 0, -len(x_TD) % GROUP))
 
 
 def _finite(x: torch.Tensor) -> torch.Tensor:
@@ -210,15 +202,8 @@ def _finite(x: torch.Tensor) -> torch.Tensor:
     return x.masked_fill(x.isinf(), torch.nan)
 
 
-def _like_rows(like: torch.Tensor, num_tokens: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _like_rows(x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    num_tokens, dim = x_TD.shape
     padded = (num_tokens + GROUP - 1) // GROUP * GROUP
-    q_PD = like.new_empty(padded, dim, dtype=FP8)
-    return q_PD, like.new_empty(-(-dim // GROUP), padded, dtype=torch.float32)
-
-
-def _like_columns(
-    like: torch.Tensor, num_tokens: int, dim: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    groups = (num_tokens + GROUP - 1) // GROUP
-    q_DP = like.new_empty(dim, groups * GROUP, dtype=FP8)
-    return q_DP, like.new_empty(groups, dim, dtype=torch.float32)
+    q_PD = x_TD.new_empty(padded, dim, dtype=FP8)
+    return q_PD, x_TD.new_empty(-(-dim // GROUP), padded, dtype=torch.float32)

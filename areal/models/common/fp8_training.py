@@ -53,7 +53,7 @@ def train_in_fp8(model: Decoder, exclude_modules: Sequence[str]) -> None:
     for block in model.blocks:
         attention = block.attention
         if isinstance(attention, Attention) and _are_blockwise(attention, "wq", "wk", "wv"):
-            attention.project = project_together
+            attention.project_qkv = project_together
         if isinstance(block.feed_forward, FeedForward) and _can_fuse(block.feed_forward):
             block.feed_forward = BlockwiseFeedForward(block.feed_forward)
 
@@ -74,8 +74,7 @@ def project_together(x_TD: torch.Tensor, *linears: nn.Linear) -> list[torch.Tens
     if torch.is_grad_enabled():
         out_TN = cast(torch.Tensor, _Linear.apply(x_TD, *weights))
     else:
-        q, scale, *_ = quantize(x_TD, False)
-        out_TN = times_weight(q, scale, weights, len(x_TD), False)
+        out_TN = times_weight(*quantize(x_TD), weights, x_TD.shape[0], False)
     parts = out_TN.split([linear.out_features for linear in linears], 1)
     return [
         part.contiguous() if linear.bias is None else part + linear.bias
@@ -86,17 +85,16 @@ def project_together(x_TD: torch.Tensor, *linears: nn.Linear) -> list[torch.Tens
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_TD, *weights):
-        q, scale, columns, column_scale = quantize(x_TD, True)
-        ctx.save_for_backward(columns, column_scale, *weights)
-        return times_weight(q, scale, weights, len(x_TD), False)
+        q, scale = quantize(x_TD)
+        ctx.save_for_backward(q, scale, *weights)
+        return times_weight(q, scale, weights, x_TD.shape[0], False)
 
     @staticmethod
     def backward(ctx, grad_TN):  # pyright: ignore[reportIncompatibleMethodOverride]
-        columns, column_scale, *weights = ctx.saved_tensors
-        q, scale, grad_columns, grad_scale = quantize(grad_TN, True)
-        grad_TD = times_weight(q, scale, weights, len(grad_TN), True)
-        factors = (grad_columns, grad_scale, columns, column_scale)
-        grad_ND = weight_grad(*factors, weights[0].dtype)
+        q, scale, *weights = ctx.saved_tensors
+        grad = quantize(grad_TN)
+        grad_TD = times_weight(*grad, weights, grad_TN.shape[0], True)
+        grad_ND = weight_grad(*grad, q, scale, weights[0].dtype)
         return grad_TD, *grad_ND.split([len(weight) for weight in weights])
 
 
@@ -112,34 +110,33 @@ class BlockwiseFeedForward(FeedForward):
         weights = (self.w1.weight, self.w3.weight, self.w2.weight)
         if torch.is_grad_enabled():
             return cast(torch.Tensor, _FeedForward.apply(x_TD, *weights))
-        gate_TF, up_TF = _gate_up(*quantize(x_TD, False)[:2], *weights[:2], len(x_TD))
-        return times_weight(*quantize_gated(gate_TF, up_TF), weights[2:], len(x_TD), False)
+        gate_TF, up_TF = _gate_up(*quantize(x_TD), *weights[:2], x_TD.shape[0])
+        return times_weight(*quantize_gated(gate_TF, up_TF), weights[2:], x_TD.shape[0], False)
 
 
 class _FeedForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_TD, w1_FD, w3_FD, w2_DF):
-        num_tokens = len(x_TD)
-        q, scale, columns, column_scale = quantize(x_TD, True)
-        gate_TF, up_TF = _gate_up(q, scale, w1_FD, w3_FD, num_tokens)
-        ctx.save_for_backward(columns, column_scale, gate_TF, up_TF, w1_FD, w3_FD, w2_DF)
-        return times_weight(*quantize_gated(gate_TF, up_TF), [w2_DF], num_tokens, False)
+        num_tokens, x = x_TD.shape[0], quantize(x_TD)
+        gate_TF, up_TF = _gate_up(*x, w1_FD, w3_FD, num_tokens)
+        hidden = quantize_gated(gate_TF, up_TF)
+        ctx.save_for_backward(*x, gate_TF, up_TF, *hidden, w1_FD, w3_FD, w2_DF)
+        return times_weight(*hidden, [w2_DF], num_tokens, False)
 
     @staticmethod
     def backward(ctx, grad_TD):  # pyright: ignore[reportIncompatibleMethodOverride]
-        columns, column_scale, gate_TF, up_TF, w1_FD, w3_FD, w2_DF = ctx.saved_tensors
-        num_tokens, dtype = len(grad_TD), w1_FD.dtype
-        q, scale, out_columns, out_scale = quantize(grad_TD, True)
-        hidden_TF = times_weight(q, scale, [w2_DF], num_tokens, True)
+        *x, gate_TF, up_TF, hidden_q, hidden_scale, w1_FD, w3_FD, w2_DF = ctx.saved_tensors
+        num_tokens, dtype, out = grad_TD.shape[0], w1_FD.dtype, quantize(grad_TD)
+        hidden_TF = times_weight(*out, [w2_DF], num_tokens, True)
         made = quantize_gate_grads(hidden_TF, gate_TF, up_TF)
-        gate, up, hidden_columns = made[:4], made[4:8], made[8:]
-        grad_TD = times_weight(gate[0], gate[1], [w1_FD], num_tokens, True)
-        grad_TD = grad_TD + times_weight(up[0], up[1], [w3_FD], num_tokens, True)
+        gate, up = made[:2], made[2:]
+        grad_TD = times_weight(*gate, [w1_FD], num_tokens, True)
+        grad_TD = grad_TD + times_weight(*up, [w3_FD], num_tokens, True)
         return (
             grad_TD,
-            weight_grad(gate[2], gate[3], columns, column_scale, dtype),
-            weight_grad(up[2], up[3], columns, column_scale, dtype),
-            weight_grad(out_columns, out_scale, *hidden_columns, dtype),
+            weight_grad(*gate, *x, dtype),
+            weight_grad(*up, *x, dtype),
+            weight_grad(*out, hidden_q, hidden_scale, dtype),
         )
 
 
