@@ -16,6 +16,8 @@ The share is of the matrix rate measured in the same run (bf16, 8192^3).
 | row           | work                                                                           |
 |---------------|--------------------------------------------------------------------------------|
 | 8x2048        | 8 sequences of 2048 tokens in one micro-batch                                  |
+| 8x2048_fp8    | the same with archon.fp8_config.mode blockwise; 8x2048_fp8_speedup is tokens/s |
+|               | over those of 8x2048 in the same run                                           |
 | 4x8192_ckpt   | 4 of 8192, selective checkpointing (matrix products and attention are kept)    |
 | 4x8192_full   | the same, full checkpointing: the inputs of blocks are kept                    |
 | 1x32768_ckpt  | 1 of 32768, selective checkpointing                                            |
@@ -50,6 +52,7 @@ from report import Row, print_table, write_json
 from areal.algorithm.loss import LossInputs, ppo_clip_loss
 from areal.api.config.train_engine import (
     ArchonEngineConfig,
+    ArchonFP8Config,
     MicroBatchSpec,
     OptimizerConfig,
     TrainEngineConfig,
@@ -123,6 +126,7 @@ class Work:
     ac_mode: str | None = None
     trains: bool = True
     shape: str = ""
+    fp8: bool = False
 
 
 def _mixed_lengths(total: int, shortest: int, longest: int) -> tuple[int, ...]:
@@ -137,6 +141,7 @@ def _mixed_lengths(total: int, shortest: int, longest: int) -> tuple[int, ...]:
 
 WORKS = {
     "8x2048": Work((2048,) * 8),
+    "8x2048_fp8": Work((2048,) * 8, fp8=True),
     "4x8192_ckpt": Work((8192,) * 4, "selective"),
     "4x8192_full": Work((8192,) * 4, "full"),
     "1x32768_ckpt": Work((32768,), "selective"),
@@ -170,6 +175,7 @@ def main() -> None:
             found = measure(name, folder, rate, args) if is_work else attention_rows(tiny=args.tiny)
             print_table(found)
             rows += found
+    rows += speedups(rows)
     print_table(rows)
     if args.json:
         write_json(args.json, rows)
@@ -213,6 +219,16 @@ def measure(name: str, folder: str, rate: float, args: argparse.Namespace) -> li
     return rows
 
 
+def speedups(rows: list[Row]) -> list[Row]:
+    rates = {row.name: row.value for row in rows}
+    return [
+        Row(f"{name}_speedup", rates[name] / rates[plain], f"times {plain}")
+        for name in WORKS
+        for plain in [name.removesuffix("_fp8")]
+        if WORKS[name].fp8 and {name, plain} <= set(rates)
+    ]
+
+
 class DrawnEngine(ArchonEngine):
     """Its weights are drawn on the device: on the CPU each row would wait for them."""
 
@@ -232,7 +248,11 @@ def open_engine(folder: str, work: Work, *, compiled: bool) -> ArchonEngine:
         mb_spec=MicroBatchSpec(max_tokens_per_mb=sum(work.lengths) if work.trains else 32768),
         optimizer=OptimizerConfig(lr=1e-6) if work.trains else None,
         gradient_checkpointing=work.ac_mode is not None,
-        archon=ArchonEngineConfig(enable_compile=compiled, ac_mode=work.ac_mode or "none"),
+        archon=ArchonEngineConfig(
+            enable_compile=compiled,
+            ac_mode=work.ac_mode or "none",
+            fp8_config=ArchonFP8Config(mode="blockwise" if work.fp8 else "disabled"),
+        ),
     )
     engine = DrawnEngine(config)
     engine.initialize(FinetuneSpec(total_train_epochs=1, dataset_size=1000, train_batch_size=1))

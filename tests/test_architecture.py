@@ -246,6 +246,7 @@ NEEDS = {
         "areal.models.common.delta_conv_kernels",
         "areal.models.common.delta_kernels",
         "areal.models.common.fp8_kernels",
+        "areal.models.common.fp8_training_kernels",
         "areal.models.common.invariant_matmul",
     ),
     "vllm": (),

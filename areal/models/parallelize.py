@@ -77,6 +77,7 @@ _EXPENSIVE_OPS = {
     "aten::addmm",
     "aten::bmm",
     "aten::_grouped_mm",
+    "areal::fp8_times_weight",
     "aten::_scaled_dot_product_cudnn_attention",
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_efficient_attention",

@@ -30,7 +30,7 @@ rollout.api_url {trained}.path {trained}.backend {trained}.init_from_scratch {tr
 {trained}.gradient_checkpointing {trained}.freeze_vision_tower {trained}.use_lora
 {trained}.target_modules {trained}.fsdp.*
 {trained}.megatron.* {trained}.archon.enable_compile {trained}.archon.num_replicas
-{trained}.archon.fp8_forward
+{trained}.archon.fp8_forward {trained}.archon.fp8_config.mode
 {trained}.scheduling_strategy.* {trained}.setup_timeout {trained}.ppo_n_minibatches
 {trained}.optimizer.type {trained}.optimizer.lr {trained}.optimizer.weight_decay
 {trained}.optimizer.beta1 {trained}.optimizer.lr_scheduler_type {trained}.optimizer.warmup_steps

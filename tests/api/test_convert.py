@@ -72,6 +72,12 @@ def test_what_means_the_same_stays(tmp_path: Path) -> None:
     assert changes["actor.disable_dropout"].endswith("dropout is always off")
 
 
+def test_training_in_fp8_stays(tmp_path: Path) -> None:
+    config, changes = converted(CORPUS / "sft_archon_fp8.yaml", tmp_path)
+    assert config.actor.archon.fp8_config.mode == "blockwise"
+    assert "experts" in changes["actor.archon.fp8_config.include_experts"]
+
+
 def test_an_allocation_becomes_back_ends(tmp_path: Path) -> None:
     config, changes = converted(corpus("ppo_critic"), tmp_path)
     assert (config.actor.backend, config.critic.backend) == ("fsdp:d4", "fsdp:d4")

@@ -58,7 +58,8 @@ _ABSENT = {
     "*.archon.offload_params": "use backend fsdp with fsdp.offload_params",
     "*.archon.ac_preserve_rng_state": "blocks draw no random numbers, as dropout is always off",
     "*.archon.reshard_after_forward_policy": "a pipeline keeps gathered weights, others do not",
-    "*.archon.fp8_config*": "there is archon.fp8_forward, for servers with native.dtype fp8",
+    "*.archon.fp8_config.include_experts": "experts are computed in the model's dtype",
+    "*.archon.fp8_config.use_triton": "the engine chooses its kernels",
     "*.archon.use_deterministic_algorithms": "use batch_invariant for equal bits in any batch",
     "*.archon.moe_router_dtype": "routers compute in float32",
     # Rollout

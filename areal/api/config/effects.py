@@ -377,6 +377,10 @@ ROWS: tuple[Row, ...] = (
         ),
     ),
     Row(
+        _of_trained("archon.fp8_config.exclude_modules"),
+        _unless(lambda p: p.section.archon.trains_in_fp8, "archon.fp8_config.mode is disabled"),
+    ),
+    Row(
         _of_trained("archon.pp_*"),
         _unless(lambda p: p.layout.pipeline_parallel_size > 1, "backend has no pipeline (p2 ...)"),
     ),

@@ -128,6 +128,26 @@ class FSDPEngineConfig:
 
 
 @config_section
+class ArchonFP8Config:
+    """Training in FP8: the matrix products of linear layers, forward and backward."""
+
+    mode: Literal["disabled", "blockwise"] = "disabled"
+    """`blockwise`: activations and gradients have a scale for 128 numbers, weights for 128 x 128.
+    Faster on Hopper with `enable_compile`; elsewhere the same rounding and no gain. The LM head,
+    routers, experts and a critic's score head keep the model's dtype."""
+    exclude_modules: list[str] = field(default_factory=list)
+    """Linear layers that keep the model's dtype: those with one of these in their names, like
+    `layers.0.` or `attention.wo`. `output`, `router` and `score` always do and may be named."""
+
+    def __post_init__(self) -> None:
+        require(
+            all(self.exclude_modules),
+            "fp8_config.exclude_modules: an empty name would exclude every layer",
+            self.exclude_modules,
+        )
+
+
+@config_section
 class ArchonEngineConfig:
     """Options of the archon engine alone."""
 
@@ -164,6 +184,12 @@ class ArchonEngineConfig:
     """Forward passes round weights, activations, keys and values as a server with native.dtype fp8
     does, so that log-probabilities and gradients are those of what sampled. Not faster; for dense
     models."""
+    fp8_config: ArchonFP8Config = field(default_factory=ArchonFP8Config)
+    """Training in FP8, for speed."""
+
+    @property
+    def trains_in_fp8(self) -> bool:
+        return self.fp8_config.mode != "disabled"
 
     @property
     def splits_backward(self) -> bool:
@@ -349,7 +375,7 @@ class TrainEngineConfig:
             "batch_invariant has kernels of its own: set archon.enable_compile to false",
             True,
         )
-        self._check_fp8_forward()
+        self._check_fp8()
         require(
             not (self.use_lora and self.batch_invariant),
             "use_lora must be false with batch_invariant: servers get the adapters merged, which "
@@ -392,17 +418,35 @@ class TrainEngineConfig:
             self.target_modules,
         )
 
-    def _check_fp8_forward(self) -> None:
+    def _check_fp8(self) -> None:
+        archon = self.archon
         for name, value in {
             "use_lora": self.use_lora,
             "batch_invariant": self.batch_invariant,
-            "archon.enable_compile": self.archon.enable_compile,
+            "archon.enable_compile": archon.enable_compile,
         }.items():
             require(
-                not (value and self.archon.fp8_forward),
+                not (value and archon.fp8_forward),
                 f"{name} must be false with archon.fp8_forward, whose layers do not support it",
                 value,
             )
+        for name, value in {
+            "use_lora": self.use_lora,
+            "batch_invariant": self.batch_invariant,
+            "archon.fp8_forward": archon.fp8_forward,
+        }.items():
+            require(
+                not (value and archon.trains_in_fp8),
+                f"{name} must be false with archon.fp8_config.mode {archon.fp8_config.mode}, whose "
+                "layers do not support it",
+                value,
+            )
+        require(
+            not archon.trains_in_fp8 or self.dtype != "float16",
+            f"dtype must be bfloat16 or float32 with archon.fp8_config.mode "
+            f"{archon.fp8_config.mode}: float16 does not hold what FP8 with a scale holds",
+            self.dtype,
+        )
 
     def check_layout(self, layout: ParallelStrategy) -> None:
         """Check that the ranks of `layout` support these keys; engines check again with their own
@@ -446,6 +490,11 @@ class TrainEngineConfig:
             not self.archon.fp8_forward or sharded == 1,
             f"archon.fp8_forward must be false with t or p: use d or c instead {several}",
             True,
+        )
+        require(
+            not self.archon.trains_in_fp8 or sharded == 1,
+            f"archon.fp8_config.mode must be disabled with t or p: use d, c or e instead {several}",
+            self.archon.fp8_config.mode,
         )
         require(
             not self.use_lora or own.backend == "archon" or layout.tensor_parallel_size == 1,

@@ -19,7 +19,8 @@ log-probabilities; a critic that starts from a language model has value 0 everyw
 Rows of a batch may have images (`multi_modal_input`, io_struct.py) if the model has a tower; with
 `config.freeze_vision_tower` that is not trained.
 A batch with `routed_experts` (io_struct.py) is computed by these experts. With
-`config.archon.fp8_forward` every forward computes what a native server in FP8 computes.
+`config.archon.fp8_forward` every forward computes what a native server in FP8 computes; with
+`config.archon.fp8_config` linear layers multiply in FP8, forward and backward.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from areal.engine.train.packing import head_outputs, token_outputs
 from areal.engine.train.tree_packing import lay_out_tree
 from areal.models import decoder_args, own_config
 from areal.models.common.decoder import Decoder
+from areal.models.common.fp8_training import train_in_fp8
 from areal.models.common.invariant import make_invariant
 from areal.models.common.layer_trace import trace_layers
 from areal.models.common.moe import balance_experts, replay_experts
@@ -132,6 +134,8 @@ class ArchonEngine(BaseTrainEngine[Decoder, MasterOptimizer]):
         """Replace layers, before anything is sharded."""
         if self.config.archon.fp8_forward:
             model.round_to_fp8()
+        if self.config.archon.trains_in_fp8:
+            train_in_fp8(model, self.config.archon.fp8_config.exclude_modules)
         if self.config.freeze_vision_tower and model.tower is not None:
             model.tower.requires_grad_(False)
         if self.config.use_lora:

@@ -217,6 +217,12 @@ def check_archon(config: TrainEngineConfig, args: DecoderArgs, dims: ParallelDim
             "archon.fp8_forward rounds dense models as an FP8 server does, and this one has "
             f"{found}: set it to false"
         )
+    if config.archon.trains_in_fp8 and (args.latent is not None or args.delta is not None):
+        found = "layers with a recurrent state" if args.latent is None else "latent attention"
+        raise ValueError(
+            f"archon.fp8_config.mode {config.archon.fp8_config.mode}: it trains layers with plain "
+            f"attention, and this {args.model_type} has {found}: set it to disabled"
+        )
     if config.enable_tree_training and args.delta is not None:
         raise ValueError(
             "enable_tree_training: sequences of a tree share keys and values of their prefix, and "

@@ -31,7 +31,7 @@ B x S one rectangle, Q queries of a block, W keys it reaches.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -298,6 +298,13 @@ class Attend(Protocol):
         ...
 
 
+Projection = Callable[..., Sequence[torch.Tensor]]  # of an input and linear layers
+
+
+def project_each(x_TD: torch.Tensor, *linears: nn.Linear) -> list[torch.Tensor]:
+    return [linear(x_TD) for linear in linears]
+
+
 class AttentionLayer(nn.Module):
     """What a block computes around `attend`."""
 
@@ -332,13 +339,13 @@ class Attention(AttentionLayer):
         self.wo = nn.Linear(q_dim, args.dim, bias=args.attention_out_bias)
         self.q_norm = make_norm(args, args.head_dim) if args.qk_norm else None
         self.k_norm = make_norm(args, args.head_dim) if args.qk_norm else None
+        self.project_qkv: Projection = project_each  # how the first three read their input
 
     def heads(
         self, x_TD: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        q_TNH = self.wq(x_TD).unflatten(-1, (-1, self.head_dim))
-        k_TKH = self.wk(x_TD).unflatten(-1, (-1, self.head_dim))
-        v_TKH = self.wv(x_TD).unflatten(-1, (-1, self.head_dim))
+        projected = self.project_qkv(x_TD, self.wq, self.wk, self.wv)
+        q_TNH, k_TKH, v_TKH = (x.unflatten(-1, (-1, self.head_dim)) for x in projected)
         if self.q_norm is not None and self.k_norm is not None:
             q_TNH, k_TKH = self.q_norm(q_TNH), self.k_norm(k_TKH)
         q_TNH, k_TKH = rotate(q_TNH, cos_TR, sin_TR), rotate(k_TKH, cos_TR, sin_TR)

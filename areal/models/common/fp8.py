@@ -69,7 +69,7 @@ def quantize_blocks(x_ND: torch.Tensor, block_rows: int) -> tuple[torch.Tensor, 
     num_rows, dim = x_ND.shape
     num_groups = -(-dim // GROUP)
     x_ND = F.pad(x_ND.float(), (0, num_groups * GROUP - dim))
-    x_BRGC = x_ND.view(-1, block_rows, num_groups, GROUP)
+    x_BRGC = x_ND.view(num_rows // block_rows, block_rows, num_groups, GROUP)
     scale_BG = scale_for(x_BRGC.abs().amax((1, 3)))
     q_BRGC = (x_BRGC / scale_BG[:, None, :, None]).to(FP8)
-    return q_BRGC.view(num_rows, -1)[:, :dim].contiguous(), scale_BG
+    return q_BRGC.view(num_rows, num_groups * GROUP)[:, :dim].contiguous(), scale_BG

@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.functional import ScalingType, scaled_mm
 
 from areal.engine.native.cuda.block_kernels import gate_mul, gate_mul_fp8
 from areal.engine.native.cuda.fp8_tensors import Fp8Rows, Fp8Weight
@@ -113,14 +114,14 @@ def _many_fp8_rows(
         x_TD = dequantize(x.q_MD, x.scale_MG, dtype)
         return F.linear(x_TD, dequantize(weight.q_ND, weight.scale_BG, dtype), bias)
     rows = x.with_padding()
-    # Not torch.nn.functional.scaled_mm, which torch has since 2.10.
-    out_TN = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
-        rows.q_MD,
-        weight.q_ND.t(),
-        scale_a=rows.scale_MG,
-        scale_b=weight.scale_BG.t(),
-        out_dtype=dtype,
-    )[: len(x)]
+    # cuBLAS reads the scales of a row of blocks in fours.
+    scale_BG = F.pad(weight.scale_BG, (0, -weight.scale_BG.shape[1] % 4))
+    out_TN = scaled_mm(
+        rows.q_MD, weight.q_ND.t(),
+        rows.scale_MG, ScalingType.BlockWise1x128,
+        scale_BG.t(), ScalingType.BlockWise128x128,
+        output_dtype=dtype,
+    )[: len(x)]  # fmt: skip
     return out_TN if bias is None else out_TN.add_(bias)
 
 

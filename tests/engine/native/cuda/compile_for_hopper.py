@@ -1,6 +1,7 @@
 """Compiles the kernels of the CUDA path for an H200, on a machine without one.
 
     python compile_for_hopper.py MODEL ...        # names in MODELS
+    python compile_for_hopper.py fp8_training     # the kernels of training in FP8
 
 Prints `model kernel shared_bytes` per specialization. Launches compile and do not run, so nothing
 that is computed here means anything.
@@ -50,6 +51,7 @@ TYPES = {
     torch.bfloat16: "*bf16",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.float8_e4m3fn: "*fp8e4nv",
 }
 
 
@@ -119,6 +121,10 @@ def main() -> None:
     from areal.engine.native.runner import Chunk
     from areal.engine.native.scheduler import SlotTable
 
+    if sys.argv[1:] == ["fp8_training"]:
+        compiling.append("fp8_training")
+        compile_fp8_training()
+        return
     for name in sys.argv[1:]:
         family, overrides = MODELS[name]
         shape = {"hidden_size": 128, "num_hidden_layers": 1} | overrides
@@ -144,6 +150,18 @@ def main() -> None:
             program.begin()
             shared = program.new_shared(num_rows) if num_rows == 64 else None
             program.step(slots, *program.new_outputs(1, num_rows), shared)
+
+
+def compile_fp8_training() -> None:
+    from areal.models.common import fp8_training_kernels as kernels
+
+    x = torch.zeros(256, 512, dtype=torch.bfloat16)
+    kernels.transpose(*kernels.quantize(x), torch.zeros(()))
+    kernels.quantize_gated(x, x)
+    kernels.quantize_gate_grads(x, x, x)
+    for transposed in (False, True):
+        q, scale = torch.zeros_like(x, dtype=torch.float8_e4m3fn), torch.zeros(4, 4)
+        kernels.quantize_weight(x, q, scale, transposed=transposed)
 
 
 if __name__ == "__main__":

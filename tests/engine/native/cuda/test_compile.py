@@ -19,28 +19,42 @@ def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("triton")
 
 
+def compile_for_hopper(what: str, cache: Path) -> list[list[str]]:
+    """[model, kernel, shared bytes] of each specialization."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    paths = [str(TESTS), str(TESTS.parent)]
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("compile_for_hopper.py")), what],
+        env={**env, "PYTHONPATH": os.pathsep.join(paths), "TRITON_CACHE_DIR": str(cache)},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert all(int(shared_bytes) <= SHARED_BYTES for _, _, shared_bytes in lines)
+    return lines
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "model", ["qwen3", "experts", "gemma3", "heads_of_80", "heads_of_96", "hybrid"]
 )
 def test_prefill_and_decode_compile_for_an_h200(model, cache):
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    paths = [str(TESTS), str(TESTS.parent)]
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("compile_for_hopper.py")), model],
-        env={**env, "PYTHONPATH": os.pathsep.join(paths), "TRITON_CACHE_DIR": str(cache)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = [line.split() for line in done.stdout.splitlines()]
+    lines = compile_for_hopper(model, cache)
     kernels = {kernel for _, kernel, _ in lines}
     attention = {"_decode_kernel", "_prefill_kernel", "_prompt_kernel"}
     assert attention | {"cut_kernel", "race_kernel", "_few_rows_kernel"} <= kernels
     hybrid = {"solve_back_kernel", "states_kernel", "_recur_kernel", "_gated_rope_kernel"}
     assert hybrid & kernels == (hybrid if model == "hybrid" else set())
-    assert all(int(shared_bytes) <= SHARED_BYTES for _, _, shared_bytes in lines)
     few, many = {"_norm_router_kernel", "_gate_up_kernel", "_down_kernel"}, {"_router_kernel"}
     experts = few | many | {"_group_kernel", "_expert_kernel"}
     assert experts & kernels == (experts if model == "experts" else set())
+
+
+@pytest.mark.slow
+def test_training_in_fp8_compiles_for_an_h200(cache):
+    kernels = [kernel for _, kernel, _ in compile_for_hopper("fp8_training", cache)]
+    assert kernels.count("_weight_kernel") == 2  # as it is and transposed
+    named = {"_quantize_kernel", "_gate_kernel", "_gate_grad_kernel", "_transpose_kernel"}
+    assert named <= set(kernels)

@@ -82,7 +82,8 @@ def test_gates_write_quantized_rows(width, dtype, device):
 
 @pytest.mark.parametrize("num_rows", [1, 16, 40, 67])
 @pytest.mark.parametrize(
-    ("shape", "block_rows"), [((256, 1024), 128), ((192, 300), 64), ((10, 96), 2)]
+    ("shape", "block_rows"),
+    [((256, 1024), 128), ((256, 384), 128), ((192, 300), 64), ((10, 96), 2)],
 )
 def test_products_of_few_rows(shape, block_rows, num_rows, dtype, device):
     (num_out, dim), space = shape, SkinnyWorkspace.make(device)
