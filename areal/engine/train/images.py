@@ -43,8 +43,10 @@ class MicroImages:
 
     def inputs(self) -> tuple[Images, torch.Tensor, torch.Tensor]:
         """Arguments of a decoder's forward, on the device of its tokens."""
-        device = self.rows_I.device
-        images = Images(self.images.pixels.to(device, non_blocking=True), self.images.grids)
+        device, pixels = self.rows_I.device, self.images.pixels
+        if device.type == "cuda" and not pixels.is_cuda:
+            pixels = pixels.pin_memory()  # else the copy waits for all work launched before it
+        images = Images(pixels.to(device, non_blocking=True), self.images.grids)
         return images, self.rows_I, self.source_I
 
 
