@@ -31,7 +31,8 @@ def test_the_page_says_which_families_there_are_and_what_takes_them():
 
 
 def accepted(family: str) -> dict[str, bool]:
-    config = tiny_vision_config(family) if family.endswith("_vl") else tiny_config(family)
+    sees = family.endswith("_vl") or family == "gemma3"
+    config = tiny_vision_config(family) if sees else tiny_config(family)
     trained = {name: trains(config, name) for name in ("archon", "fsdp", "megatron")}
     adapted = [trains(config, name, use_lora=True) for name in ("archon", "fsdp") if trained[name]]
     native = InferenceEngineConfig(backend="native:d1"), NativeServerConfig()

@@ -39,10 +39,15 @@ def make_runner(
 
     Plain torch on the CPU is batch-invariant anyway.
     """
+    _check_prefill(model, max_prefill_tokens)
     weight_device = model.embedding_weight.device
     on_cuda = weight_device.type == "cuda"
-    # Experts and FP8 have no batch-invariant kernels.
-    is_refused = batch_invariant and (model.args.moe is not None or model.has_fp8_cache)
+    # Experts, FP8 and tokens that see all of their image have no batch-invariant kernels.
+    vision = model.args.vision
+    sees_ahead = vision is not None and vision.is_bidirectional
+    is_refused = batch_invariant and (
+        model.args.moe is not None or model.has_fp8_cache or sees_ahead
+    )
     if not on_cuda or is_refused or not kernels_take(model):
         if on_cuda and batch_invariant:
             raise ValueError(
@@ -64,6 +69,19 @@ def make_runner(
     return CudaRunner(
         model, table, max_prefill_tokens=tokens, batch_invariant=batch_invariant, **cache
     )
+
+
+def _check_prefill(model: Decoder, max_prefill_tokens: int | None) -> None:
+    """Tokens that see all of their image are computed together."""
+    vision = model.args.vision
+    if vision is None or not vision.is_bidirectional or max_prefill_tokens is None:
+        return
+    whole = vision.num_tokens(vision.whole_grid)
+    if max_prefill_tokens < whole:
+        raise ValueError(
+            f"max_prefill_tokens must be at least {whole}, the tokens of an image, which this "
+            f"{model.args.model_type} computes at once; got {max_prefill_tokens}"
+        )
 
 
 def kernels_take(model: Decoder) -> bool:

@@ -15,6 +15,7 @@ from torch import nn
 
 from areal.models.vision.args import VisionArgs
 from areal.models.vision.tower import (
+    FusedAttention,
     Images,
     PatchEmbedding,
     Segments,
@@ -53,9 +54,10 @@ class Qwen2_5VLTower(VisionTower):
 
 class _Block(TowerBlock):
     def __init__(self, args: VisionArgs) -> None:
-        super().__init__(args)
+        super().__init__()
         self.norm1 = nn.RMSNorm(args.dim, _NORM_EPS)
         self.norm2 = nn.RMSNorm(args.dim, _NORM_EPS)
+        self.attn = FusedAttention(args)
         self.mlp = _FeedForward(args)
 
 

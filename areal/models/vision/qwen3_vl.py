@@ -13,8 +13,10 @@ from torch import nn
 
 from areal.models.vision.args import VisionArgs
 from areal.models.vision.tower import (
+    FusedAttention,
     Images,
     PatchEmbedding,
+    PositionTable,
     Segments,
     Sight,
     TowerBlock,
@@ -62,16 +64,12 @@ class Qwen3VLTower(VisionTower):
         return (table_P4D * upload(weight_P4, device)[:, :, None]).sum(1)
 
 
-class PositionTable(nn.Embedding):
-    def reset_parameters(self) -> None:
-        """Weights are loaded, or drawn later: see TokenEmbedding."""
-
-
 class _Block(TowerBlock):
     def __init__(self, args: VisionArgs) -> None:
-        super().__init__(args)
+        super().__init__()
         self.norm1 = nn.LayerNorm(args.dim, _NORM_EPS)
         self.norm2 = nn.LayerNorm(args.dim, _NORM_EPS)
+        self.attn = FusedAttention(args)
         self.mlp = _FeedForward(args)
 
 

@@ -42,7 +42,7 @@ class Images:
     @classmethod
     def blank(cls, args: VisionArgs, device: torch.device) -> Images:
         """The smallest image there is."""
-        grid = [1, args.merge_size, args.merge_size]
+        grid = args.whole_grid
         pixels = torch.zeros(args.num_patches(grid), args.patch_values, device=device)
         return cls(pixels, torch.tensor([grid]))
 
@@ -110,10 +110,10 @@ class VisionTower(nn.Module):
 class PatchEmbedding(nn.Module):
     """A convolution whose kernel is a patch, hence a matrix product; keeps the kernel's shape."""
 
-    def __init__(self, args: VisionArgs, *, bias: bool) -> None:
+    def __init__(self, args: VisionArgs, *, bias: bool, has_time: bool = True) -> None:
         super().__init__()
-        side = args.patch_size
-        shape = (args.dim, args.in_channels, args.temporal_patch_size, side, side)
+        frames = (args.temporal_patch_size,) if has_time else ()
+        shape = (args.dim, args.in_channels, *frames, args.patch_size, args.patch_size)
         self.weight = nn.Parameter(torch.empty(shape))
         self.bias = nn.Parameter(torch.empty(args.dim)) if bias else None
 
@@ -121,8 +121,27 @@ class PatchEmbedding(nn.Module):
         return F.linear(pixels_PV.to(self.weight.dtype), self.weight.flatten(1), self.bias)
 
 
+class PositionTable(nn.Embedding):
+    """Learned positions of patches."""
+
+    def reset_parameters(self) -> None:
+        """Weights are loaded, or drawn later: see TokenEmbedding."""
+
+
+class InputProjection(nn.Module):
+    """A matrix [in, out], as Gemma's checkpoints have it."""
+
+    def __init__(self, dim: int, out_dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim, out_dim))
+        self.bias = None
+
+    def forward(self, x_ID: torch.Tensor) -> torch.Tensor:
+        return x_ID @ self.weight
+
+
 class TowerBlock(nn.Module):
-    """Norm, attention, norm, feed-forward. Families set `norm1`, `norm2` and `mlp`.
+    """Norm, attention, norm, feed-forward. Families set the four modules.
 
     The computations before and after attention are two functions of tensors only, so that each can
     be compiled (models/parallelize.py).
@@ -130,23 +149,23 @@ class TowerBlock(nn.Module):
 
     norm1: nn.Module
     norm2: nn.Module
+    attn: TowerAttention
     mlp: nn.Module
 
-    def __init__(self, args: VisionArgs) -> None:
-        super().__init__()
-        self.attn = TowerAttention(args)
-
-    def forward(self, x_PD: torch.Tensor, rotation: Rotation, segments: Segments) -> torch.Tensor:
-        q_PAH, k_PAH, v_PAH = self.before(x_PD, rotation.cos_PR, rotation.sin_PR)
+    def forward(
+        self, x_PD: torch.Tensor, rotation: Rotation | None, segments: Segments
+    ) -> torch.Tensor:
+        cos_sin = () if rotation is None else (rotation.cos_PR, rotation.sin_PR)
+        q_PAH, k_PAH, v_PAH = self.before(x_PD, *cos_sin)
         return self.after(x_PD, segments.attend(q_PAH, k_PAH, v_PAH))
 
     def before(
-        self, x_PD: torch.Tensor, cos_PR: torch.Tensor, sin_PR: torch.Tensor
+        self, x_PD: torch.Tensor, *cos_sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The queries, keys and values to attend with."""
+        """The queries, keys and values to attend with, rotated if angles are given."""
         q_PAH, k_PAH, v_PAH = self.attn.heads(self.norm1(x_PD))
-        # In float32, as transformers does.
-        q_PAH, k_PAH = (rotate(x.float(), cos_PR, sin_PR).to(x.dtype) for x in (q_PAH, k_PAH))
+        if cos_sin:  # in float32, as transformers does
+            q_PAH, k_PAH = (rotate(x.float(), *cos_sin).to(x.dtype) for x in (q_PAH, k_PAH))
         return q_PAH, k_PAH, v_PAH
 
     def after(self, x_PD: torch.Tensor, out_PAH: torch.Tensor) -> torch.Tensor:
@@ -156,11 +175,24 @@ class TowerBlock(nn.Module):
 
 
 class TowerAttention(nn.Module):
+    """The projections of attention."""
+
     def __init__(self, args: VisionArgs) -> None:
         super().__init__()
         self.n_heads = args.n_heads
-        self.qkv = nn.Linear(args.dim, 3 * args.dim)
         self.proj = nn.Linear(args.dim, args.dim)
+
+    @abstractmethod
+    def heads(self, x_PD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Queries, keys and values [P, A, H]."""
+
+
+class FusedAttention(TowerAttention):
+    """One matrix for queries, keys and values."""
+
+    def __init__(self, args: VisionArgs) -> None:
+        super().__init__(args)
+        self.qkv = nn.Linear(args.dim, 3 * args.dim)
 
     def heads(self, x_PD: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return self.qkv(x_PD).unflatten(-1, (3, self.n_heads, -1)).unbind(1)
@@ -256,6 +288,7 @@ class Rotation:
 
 def patch_rotation(places_P2: np.ndarray, args: VisionArgs, device: torch.device) -> Rotation:
     """Half of the pairs turn with the row, half with the column."""
+    assert args.rope_theta is not None, "only towers that rotate ask for it"
     head_dim = args.dim // args.n_heads
     exponent = torch.arange(0, head_dim // 2, 2, dtype=torch.float32) / (head_dim // 2)
     frequency = (1.0 / args.rope_theta**exponent).numpy()
