@@ -31,7 +31,7 @@ import json
 import tempfile
 import time
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +115,7 @@ class Sizes:
     answer: int = 512
     prompts: int = 32  # of generation
     samples: int = 8
-    repeats: int = 5
+    repeats: int = 3
 
 
 TINY_SIZES = Sizes(side=112, prompt=24, answer=8, prompts=2, samples=2, repeats=1)
@@ -155,9 +155,7 @@ class Work:
         self.num_image_tokens = self.vision.num_tokens(self.image(0).grid)
 
     def image(self, seed: int) -> Patches:
-        side = self.sizes.side
-        rgb = np.random.default_rng(seed).integers(0, 256, (side, side, 3), np.uint8)
-        return cut_patches(rgb, PatchRules(max_pixels=MAX_PIXELS))
+        return random_image(self.sizes.side, seed)
 
     def prompt(self, seed: int, *, has_image: bool) -> list[int]:
         """`sizes.prompt` tokens, of an image first if it has one."""
@@ -315,6 +313,12 @@ class Work:
             "advantages": advantages.expand(ids.shape).contiguous(),
         }
         return {**batch, "multi_modal_input": shown} if has_image else batch
+
+
+@cache
+def random_image(side: int, seed: int) -> Patches:
+    rgb = np.random.default_rng(seed).integers(0, 256, (side, side, 3), np.uint8)
+    return cut_patches(rgb, PatchRules(max_pixels=MAX_PIXELS))
 
 
 def drawn_model(config: dict[str, Any]) -> Decoder:

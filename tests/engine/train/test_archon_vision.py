@@ -25,6 +25,7 @@ from areal.api.config.train_engine import MicroBatchSpec, TrainEngineConfig
 from areal.api.io_struct import SaveLoadMeta
 from areal.engine.train.fit import check_training
 from areal.engine.train.images import read_images
+from areal.engine.train.micro_batches import split_micro_batches
 from areal.models import decoder_args
 from areal.models.hf_io import read_hf_config
 from areal.utils.data import pack
@@ -121,6 +122,28 @@ def test_samples_of_a_prompt_share_one_pass_of_the_tower():
     assert images.images.grids.tolist() == [[1, 4, 4], [1, 2, 2], [1, 6, 4]]
     assert images.source_I.tolist() == [*range(4), *range(4), *range(4, 11)]
     assert read_images(pack(batch, [3, 5]), args, torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize(
+    ("budget", "n_mbs", "expected"),
+    [
+        (13, 1, [[0, 1], [2, 3]]),  # by length alone 9 + 4 and 8 + 3
+        (11, 1, [[0], [1, 3], [2]]),  # too long to stay together
+        (13, 4, [[0], [1], [2], [3]]),
+    ],
+)
+def test_rows_that_show_one_image_share_a_micro_batch(budget, n_mbs, expected):
+    lengths = torch.tensor([4, 8, 9, 3])
+    mask = torch.arange(9) < lengths[:, None]
+    images = [{"pixel_values": torch.zeros(4, 1)} for _ in range(2)]
+    batch = {
+        "input_ids": mask.int(),
+        "attention_mask": mask,
+        "multi_modal_input": [images[0], images[0], images[1], images[1]],
+    }
+    spec = MicroBatchSpec(max_tokens_per_mb=budget, n_mbs=n_mbs)
+    found = split_micro_batches(batch, spec, torch.device("cpu"))
+    assert [mb.rows for mb in found] == expected
 
 
 def work(engine) -> dict[str, Any]:
