@@ -25,11 +25,13 @@ RULES = {
     "min_pixels": 64,
     "max_pixels": 4096,
 }
+SQUARE_RULES = {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 24, "width": 24}}
 
 
 def write_seeing_model(folder: str | Path, family: str = "qwen2_5_vl", seed: int = 0) -> Path:
     path = write_tiny_vision_model(folder, family, seed)
-    (path / "preprocessor_config.json").write_text(json.dumps(RULES))
+    rules = SQUARE_RULES if family == "gemma3" else RULES
+    (path / "preprocessor_config.json").write_text(json.dumps(rules))
     return path
 
 

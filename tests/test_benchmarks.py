@@ -116,6 +116,21 @@ def test_training_reports_every_row(tmp_path):
 
 
 @pytest.mark.slow
+def test_vision_compares_images_with_text(tmp_path):
+    report = tmp_path / "report.json"
+    run("vision.py", "--tiny", "--json", report)
+    written = json.loads(report.read_text())
+    assert written.keys() == KEYS
+    rows = {row["name"]: row["value"] for row in written["rows"]}
+    assert rows["image_tokens"] == 16  # 112 pixels: four merged patches a side
+    of = {"generate": "image", "generate_prefill": "image", "train_group": "", "train_apart": ""}
+    for name, arm in of.items():
+        seeing = rows[f"{name}_{arm}" if arm else name]
+        text = rows[f"{name}_text" if arm else "train_text"]
+        assert rows[f"{name}_ratio"] == pytest.approx(seeing / text) and text > 0
+
+
+@pytest.mark.slow
 def test_rl_single_gpu_reports_both_halves_and_the_loop(tmp_path):
     report = tmp_path / "report.json"
     run("rl_single_gpu.py", "--tiny", "--steps", "1", "--json", report)

@@ -31,7 +31,7 @@ def test_the_page_says_which_families_there_are_and_what_takes_them():
 
 
 def accepted(family: str) -> dict[str, bool]:
-    has_tower = family.endswith("_vl") or family in ("qwen3_5", "qwen3_5_moe")
+    has_tower = family.endswith("_vl") or family in ("qwen3_5", "qwen3_5_moe", "gemma3")
     config = tiny_vision_config(family) if has_tower else tiny_config(family)
     trained = {name: trains(config, name) for name in ("archon", "fsdp", "megatron")}
     adapted = [trains(config, name, use_lora=True) for name in ("archon", "fsdp") if trained[name]]

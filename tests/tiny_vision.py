@@ -69,10 +69,26 @@ _FAMILIES |= {
         ("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration"),
     )
 }
+# Images of six by six patches, averaged two by two: more tokens than the decoder's window.
+_GEMMA3_VISION: dict[str, Any] = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_channels": 3,
+    "patch_size": 4,
+    "image_size": 24,
+    "hidden_act": "gelu_pytorch_tanh",
+    "layer_norm_eps": 1e-6,
+    "vision_use_head": False,
+}
 
 
 def tiny_vision_config(family: str = "qwen2_5_vl", **vision: Any) -> dict[str, Any]:
     """A config.json as a dict; `vision` are keys of its vision_config."""
+    if family == "gemma3":
+        return _gemma3_config(vision)
     own = _FAMILIES[family]
     text = tiny_config(own["like"])
     theta = text.pop("rope_theta")
@@ -98,6 +114,22 @@ def tiny_vision_config(family: str = "qwen2_5_vl", **vision: Any) -> dict[str, A
             "rope_parameters": rope,
         },
         "vision_config": {"model_type": f"{family}_vision", **_VISION, **own["vision"], **vision},
+    }
+
+
+def _gemma3_config(vision: dict[str, Any]) -> dict[str, Any]:
+    text = {k: v for k, v in tiny_config("gemma3_text").items() if v is not None}
+    return {
+        "model_type": "gemma3",
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "dtype": "float32",
+        "tie_word_embeddings": True,
+        "image_token_index": IMAGE,
+        "boi_token_index": START,
+        "eoi_token_index": END,
+        "mm_tokens_per_image": 9,
+        "text_config": {**text, "model_type": "gemma3_text"},
+        "vision_config": {**_GEMMA3_VISION, **vision},
     }
 
 
@@ -140,16 +172,29 @@ class ImageRow:
             return {}
         return {"pixel_values": self.pixels, "image_grid_thw": self.grids}
 
+    def pictures(self, patch_size: int, merge_size: int = 2) -> Any:
+        """[N, C, height, width], of images of one size whose patches have no copies in time."""
+        _, height, width = self.grids[0].tolist()
+        shape = (height // merge_size, width // merge_size, merge_size, merge_size)
+        patches = self.pixels.view(len(self.grids), *shape, -1, patch_size, patch_size)
+        return patches.permute(0, 5, 1, 3, 6, 2, 4, 7).reshape(
+            len(self.grids), -1, height * patch_size, width * patch_size
+        )
+
 
 def image_row(
     config: dict[str, Any], sizes: list[tuple[int, int]], *, seed: int, text: int = 5
 ) -> ImageRow:
-    """Images of `sizes` (height, width in patches), with `text` random tokens around each."""
+    """Images of `sizes` (height, width in patches), with `text` random tokens around each. A family
+    whose images have one size has as many of that."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
     vision = config["vision_config"]
-    merged, values = vision["spatial_merge_size"] ** 2, 3 * 2 * vision["patch_size"] ** 2
+    merged = vision.get("spatial_merge_size", 2) ** 2
+    values = 3 * vision.get("temporal_patch_size", 1) * vision["patch_size"] ** 2
+    if "image_size" in vision:
+        sizes = [(vision["image_size"] // vision["patch_size"],) * 2] * len(sizes)
 
     def words(count: int) -> list[int]:
         return torch.randint(2, IMAGE, (count,), generator=generator).tolist()

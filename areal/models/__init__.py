@@ -32,6 +32,7 @@ from areal.utils.model_files import language_config
 # model_type -> (args, the module that has its SPEC)
 _FAMILIES: dict[str, tuple[type[DecoderArgs], str]] = {
     "deepseek_v2": (DeepseekV2ModelArgs, "areal.models.deepseek_v2"),
+    "gemma3": (Gemma3ModelArgs, "areal.models.gemma3_vl"),
     "gemma3_text": (Gemma3ModelArgs, "areal.models.gemma3"),
     "llama": (LlamaModelArgs, "areal.models.llama"),
     "mistral": (MistralModelArgs, "areal.models.mistral"),

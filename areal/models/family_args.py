@@ -17,7 +17,13 @@ from areal.models.common.args import (
     RopeArgs,
     common_decoder_fields,
 )
-from areal.models.vision.args import qwen2_5_vl_vision, qwen3_5_vision, qwen3_vl_vision
+from areal.models.vision.args import (
+    VisionArgs,
+    gemma3_vision,
+    qwen2_5_vl_vision,
+    qwen3_5_vision,
+    qwen3_vl_vision,
+)
 from areal.utils.model_files import language_config
 
 # config.json omits default values.
@@ -306,7 +312,9 @@ def _refuse_unsupported_deepseek(hf: Mapping[str, Any]) -> None:
 class Gemma3ModelArgs(DecoderArgs):
     @classmethod
     def from_hf_config(cls, hf: Mapping[str, Any]) -> Gemma3ModelArgs:
-        hf = _GEMMA3_DEFAULTS | {key: value for key, value in hf.items() if value is not None}
+        """`hf` of a gemma3 is whole: its text_config and vision_config."""
+        whole, text = hf, {**language_config(hf), "model_type": hf.get("model_type")}
+        hf = _GEMMA3_DEFAULTS | {key: value for key, value in text.items() if value is not None}
         _refuse_unsupported(hf)
         bias = hf.get("attention_bias", False)
         kinds = hf.get("layer_types") or _layer_types(hf)
@@ -325,7 +333,19 @@ class Gemma3ModelArgs(DecoderArgs):
             windows=tuple(hf["sliding_window"] if kind == _WINDOW else None for kind in kinds),
             window_rope=RopeArgs.from_hf_config(plain | ropes[_WINDOW]),
             logit_softcap=hf.get("final_logit_softcapping"),
+            vision=_gemma3_tower(whole, hf) if "vision_config" in whole else None,
         )
+
+
+def _gemma3_tower(whole: Mapping[str, Any], text: Mapping[str, Any]) -> VisionArgs:
+    vision = gemma3_vision(whole, text["hidden_size"])
+    if vision.image_token_id >= text["vocab_size"]:
+        raise ValueError(
+            f"image_token_index ({vision.image_token_id}) must be a token of the vocabulary "
+            f"(vocab_size {text['vocab_size']})"
+        )
+    there = tuple(token for token in vision.placeholder_ids if token < text["vocab_size"])
+    return replace(vision, placeholder_ids=there)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,9 @@ from areal.models.parallelize import whole, write_own_part
 if TYPE_CHECKING:
     from areal.models.common.decoder import Decoder
 
-_TOWER_MODULES = r".*\bvisual\b.*"  # matches names of transformers' modules
+_TOWER_MODULES = (
+    r".*\b(visual|vision_tower|multi_modal_projector)\b.*"  # matches names of transformers' modules
+)
 
 Tensors = Iterator[tuple[str, torch.Tensor]]
 PassOn = Callable[[str, torch.Tensor], torch.Tensor]

@@ -20,7 +20,8 @@ backward pass. `memory_budget` keeps less: 1.0 is that, 0.0 as little as `full` 
 Compilation (`compile_blocks`) covers the two halves of a block: before attention (norm,
 projections, rotation) and after it (projection, residual, norm, feed-forward, residual). Attention
 stays outside: it is one kernel already and depends on sequence lengths. All blocks share one
-program per half, for any number of tokens, compiled in the first training and inference steps.
+program per half, for any number of tokens, compiled in the first training and inference steps; the
+blocks of a vision tower share two more.
 
 Sharding (`parallelize`): tensor parallelism first, then FSDP2.
 - FSDP: shards are float32 and are the master weights. A block is gathered when it runs, rounded to
@@ -90,12 +91,11 @@ _EXPENSIVE_OPS = {
 def checkpoint_blocks(model: Decoder, mode: str, *, selective_option: str, compiled: bool) -> None:
     """Set what the blocks of `model` recompute, in place. Parameters and their names stay."""
     for number, block in enumerate([*model.blocks, *model.tower_blocks]):
-        is_compiled = compiled and number < len(model.layers)
         if mode == "full" or (
             mode == "selective" and selective_option != "op" and number % int(selective_option) == 0
         ):
             block.forward = partial(_recomputed, block.forward)
-        elif mode == "selective" and selective_option == "op" and not is_compiled:
+        elif mode == "selective" and selective_option == "op" and not compiled:
             block.forward = partial(_recomputed, block.forward, context_fn=_keep_expensive)
 
 
@@ -123,9 +123,12 @@ def compile_blocks(model: Decoder, memory_budget: float | None = None) -> None:
         block.before = _half(block, "before", memory_budget)
         if not isinstance(block.feed_forward, MoE):  # rows per expert depend on data
             block.after = _half(block, "after", memory_budget)
+    for tower_block in model.tower_blocks:
+        for name in ("before", "after"):
+            setattr(tower_block, name, _half(tower_block, name, memory_budget))
 
 
-def _half(block: DecoderBlock, name: str, memory_budget: float | None) -> Callable[..., Any]:
+def _half(block: nn.Module, name: str, memory_budget: float | None) -> Callable[..., Any]:
     run = _compiled(getattr(type(block), name))
     if memory_budget is None:
 

@@ -1,26 +1,15 @@
-"""Gemma 3: parity with transformers, its config keys, the language model of one with images."""
+"""Gemma 3: parity with transformers, its config keys. With images: test_vision.py."""
 
 from __future__ import annotations
-
-import json
 
 import pytest
 import torch
 from hf_twins import assert_same_logits, packed_logits, random_sequences, twin_models
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 from tiny import tiny_config, tiny_model
 
 from areal.models import get_model_spec
-from areal.models.hf_io import (
-    build_model,
-    check_hf_shapes,
-    load_hf,
-    read_hf_config,
-    save_hf,
-)
-from areal.utils.model_files import language_config
 
 
 def args_of(config: dict):
@@ -111,49 +100,6 @@ def test_fresh_norms_change_nothing_but_the_length():
     norm = tiny_model("gemma3_text").norm
     x = torch.randn(5, 32)
     torch.testing.assert_close(norm(x), x / x.square().mean(-1, keepdim=True).sqrt())
-
-
-def test_the_language_model_of_one_with_images(tmp_path):
-    from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
-
-    torch.manual_seed(0)
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "image_size": 28}
-    vision |= {"num_attention_heads": 2, "patch_size": 14}
-    text = {k: v for k, v in tiny_config("gemma3_text").items() if v is not None}
-    config = Gemma3Config(text_config=text, vision_config=vision, image_token_index=63)
-    theirs = Gemma3ForConditionalGeneration(config).eval()
-    theirs.save_pretrained(tmp_path / "images")
-
-    model = build_model(tmp_path / "images", device="cpu", dtype=torch.float32)
-    load_hf(model, tmp_path / "images")
-    names = load_file(tmp_path / "images" / "model.safetensors")
-    assert any("vision_tower" in name for name in names)
-    assert_same_logits(model, theirs, lengths=[1, 30])
-
-    text_only = language_config(read_hf_config(tmp_path / "images"))
-    assert text_only["model_type"] == "gemma3_text"
-    assert text_only["architectures"] == ["Gemma3ForCausalLM"]
-    assert language_config(text_only) is text_only
-    save_hf(model.named_hf_tensors(), text_only, tmp_path / "text")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "text")
-    assert type(again).__name__ == "Gemma3ForCausalLM"
-    assert_same_logits(model, again, lengths=[30])
-    assert json.loads((tmp_path / "text" / "config.json").read_text()).get("vision_config") is None
-
-
-def test_names_of_both_layouts_of_the_language_model():
-    model = tiny_model("gemma3_text")
-    usual = "model.layers.1.pre_feedforward_layernorm.weight"
-    for prefix in ("language_model.model.", "model.language_model."):
-        name = usual.replace("model.", prefix, 1)
-        assert model.adapter.from_hf_name(name) == "layers.1.ffn_norm.weight"
-    shapes = {f"language_{name}": s for name, s in model.hf_shapes().items() if "x" not in name}
-    shapes = {name.replace("language_", "language_model."): s for name, s in shapes.items()}
-    shapes["vision_tower.vision_model.post_layernorm.weight"] = (4,)
-    check_hf_shapes(model, shapes, source="a model with images")
-    del shapes["language_model." + usual]
-    with pytest.raises(ValueError, match=f"missing {usual}"):
-        check_hf_shapes(model, shapes, source="a model with images")
 
 
 def test_a_window_hides_what_lies_before_it():

@@ -19,11 +19,12 @@ from tiny_vision import (
 
 from areal.models import decoder_args
 from areal.models.common.attention import PackedAttention
-from areal.models.hf_io import build_model, load_hf, save_hf
+from areal.models.common.image_attention import ImageAttention
+from areal.models.hf_io import build_model, kept_tensors, load_hf, save_hf
 from areal.models.vision.positions import image_spans, mrope_positions, position_delta
 from areal.models.vision.tower import Images, Sight
 
-FAMILIES = ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe"]
+FAMILIES = ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe", "gemma3"]
 # Of each row, height and width of its images in patches.
 ROWS = {
     "one image": [[(4, 6)]],
@@ -50,22 +51,36 @@ def rows_of(config: dict, sizes: list[list[tuple[int, int]]]) -> list[ImageRow]:
 
 def packed_logits(model, rows: list[ImageRow]) -> list[torch.Tensor]:
     lengths = torch.tensor([len(row.tokens) for row in rows])
-    attend = PackedAttention(torch.nn.functional.pad(lengths.cumsum(0), (1, 0)), int(lengths.max()))
-    tokens = torch.cat([row.tokens for row in rows])
-    positions = np.concatenate(
-        [mrope_positions(row.tokens, row.grids, model.args.vision) for row in rows], axis=1
-    )
+    bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    attend = PackedAttention(bounds, int(lengths.max()))
+    tokens, vision = torch.cat([row.tokens for row in rows]), model.args.vision
+    positions = attend.positions_T
+    if vision.has_axes:
+        of_rows = [mrope_positions(row.tokens, row.grids, vision) for row in rows]
+        positions = torch.from_numpy(np.concatenate(of_rows, axis=1))
+    if vision.is_bidirectional:
+        blocks = [
+            (first, first + start, first + end)
+            for first, row in zip(bounds.tolist(), rows, strict=False)
+            for start, end in image_spans(row.tokens, row.grids.tolist(), vision)
+        ]
+        attend = ImageAttention(attend, blocks)
     images = Images(torch.cat([r.pixels for r in rows]), torch.cat([r.grids for r in rows]))
     sight, places = None, None
     if len(images.grids):
         sight, places = model.look(images), (tokens == IMAGE).nonzero().squeeze(1)
-    hidden = model(tokens, torch.from_numpy(positions), attend, sight, places)
+    hidden = model(tokens, positions, attend, sight, places)
     return list(model.logits(hidden).split(lengths.tolist()))
 
 
 def their_logits(theirs, row: ImageRow) -> torch.Tensor:
     inputs = {"input_ids": row.tokens[None]}
-    if len(row.grids):
+    if len(row.grids) and theirs.config.model_type == "gemma3":
+        inputs |= {
+            "pixel_values": row.pictures(theirs.config.vision_config.patch_size),
+            "token_type_ids": (row.tokens == IMAGE).int()[None],
+        }
+    elif len(row.grids):
         inputs |= {
             "pixel_values": row.pixels,
             "image_grid_thw": row.grids,
@@ -134,6 +149,53 @@ def test_names_of_modules_are_read_too(tmp_path):
     assert torch.equal(again.tower.merger.ln_q.weight, model.tower.merger.ln_q.weight)
 
 
+@pytest.mark.parametrize("layout", ["model.vision_tower.", "vision_tower."])
+def test_names_of_all_layouts_of_gemma3_are_read(tmp_path, layout):
+    model = tiny_vision_model("gemma3")
+    nested = {
+        name.replace("vision_tower.vision_model.", layout).replace(
+            "language_model.model.", "model.language_model."
+        ): tensor
+        for name, tensor in model.named_hf_tensors()
+    }
+    head = f"{layout}head.probe"  # of a classifier, which is kept and not computed
+    nested[head] = torch.ones(1, 1, 16)
+    save_hf(nested.items(), tiny_vision_config("gemma3"), tmp_path)
+    again = build_model(tmp_path, device="cpu", dtype=torch.float32)
+    load_hf(again, tmp_path)
+    for (name, expected), (_, found) in zip(
+        model.named_hf_tensors(), again.named_hf_tensors(), strict=True
+    ):
+        assert torch.equal(found, expected), name
+    assert [name for name, _ in kept_tensors(tmp_path, again)] == [head]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mm_tokens_per_image": 8}, "must be a square number"),
+        ({"mm_tokens_per_image": 16}, "must be a square number"),
+        ({"image_token_index": 64}, "must be a token of the vocabulary"),
+        ({"vision_config": {"hidden_act": "silu"}}, "hidden_act must be"),
+        ({"vision_config": {"hidden_size": 15}}, "multiple of the number of heads"),
+    ],
+)
+def test_what_gemma3_does_not_compute_is_refused(change, message):
+    config = tiny_vision_config("gemma3")
+    vision = {**config["vision_config"], **change.pop("vision_config", {})}
+    with pytest.raises(ValueError, match=message):
+        decoder_args({**config, **change, "vision_config": vision})
+
+
+def test_the_published_gemma3_tower():
+    vision = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27}
+    vision |= {"num_attention_heads": 16, "image_size": 896, "patch_size": 14}
+    args = decoder_args({"model_type": "gemma3", "text_config": {}, "vision_config": vision}).vision
+    assert (args.image_side, args.merge_size, args.patch_values) == (64, 4, 588)
+    assert args.num_tokens(args.whole_grid) == 256
+    assert args.placeholder_ids == (255999, 256000, 262144)
+
+
 def test_a_flat_config_of_the_hub_is_read_as_the_nested_one():
     nested = tiny_vision_config("qwen2_5_vl")
     text = dict(nested["text_config"])
@@ -156,7 +218,9 @@ def test_a_slice_of_a_sight_is_a_sight(family):
         whole = model.look(Images(row.pixels, row.grids))
         parts = [
             model.look(Images(pixels, grids))
-            for pixels, grids in zip(row.pixels.split([16, 12]), row.grids.split(1), strict=True)
+            for pixels, grids in zip(
+                row.pixels.split(row.grids.prod(1).tolist()), row.grids.split(1), strict=True
+            )
         ]
     torch.testing.assert_close(Sight.concat(parts).tokens_ID, whole.tokens_ID)
     torch.testing.assert_close(Sight.concat(parts).deepstack, whole.deepstack)

@@ -40,11 +40,14 @@ def make_runner(
 
     Plain torch on the CPU is batch-invariant anyway.
     """
+    _check_prefill(model, max_prefill_tokens)
     weight_device = model.embedding_weight.device
     on_cuda = weight_device.type == "cuda"
-    # Experts, recurrent layers and FP8 have no batch-invariant kernels.
-    is_special = model.args.moe is not None or model.args.delta is not None or model.has_fp8_cache
-    is_refused = batch_invariant and is_special
+    # Without batch-invariant kernels: experts, recurrent layers, FP8, images that see themselves.
+    args, vision = model.args, model.args.vision
+    sees_ahead = vision is not None and vision.is_bidirectional
+    is_special = args.moe is not None or args.delta is not None or model.has_fp8_cache
+    is_refused = batch_invariant and (is_special or sees_ahead)
     if not on_cuda or is_refused or not kernels_take(model):
         if on_cuda and batch_invariant:
             raise ValueError(
@@ -71,6 +74,19 @@ def make_runner(
         num_states=num_states,
         **cache,
     )
+
+
+def _check_prefill(model: Decoder, max_prefill_tokens: int | None) -> None:
+    """Tokens that see all of their image are computed together."""
+    vision = model.args.vision
+    if vision is None or not vision.is_bidirectional or max_prefill_tokens is None:
+        return
+    whole = vision.num_tokens(vision.whole_grid)
+    if max_prefill_tokens < whole:
+        raise ValueError(
+            f"max_prefill_tokens must be at least {whole}, the tokens of an image, which this "
+            f"{model.args.model_type} computes at once; got {max_prefill_tokens}"
+        )
 
 
 def kernels_take(model: Decoder) -> bool:

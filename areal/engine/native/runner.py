@@ -33,6 +33,9 @@ class Chunk:
     # of image tokens, each from which of `tokens` on.
     positions: np.ndarray | None = None
     sights: Sequence[tuple[Sight, int]] = ()
+    # The last position that each token sees, where it is not its own: all of an image is in the
+    # cache or among `tokens`.
+    last_visible: np.ndarray | None = None
 
 
 def joined_sights(chunks: Sequence[Chunk]) -> tuple[Sight, np.ndarray] | None:

@@ -229,7 +229,9 @@ class Scheduler:
         spans = []
         for item in (*self.prefixes.pending, *refilling):
             start, end = item.num_cached, min(item.num_tokens, item.num_cached + budget)
-            if start == end:
+            if isinstance(item, Prefix) and item.images is not None:
+                end = item.images.whole_end(end)
+            if start >= end:
                 break
             if isinstance(item, Prefix):
                 states = item.state_span(start, end)

@@ -53,7 +53,13 @@ class SightCache:
             (self._sight(image, look)[some], first - start)
             for image, some, first in images.seen(start, end)
         ]
-        return replace(chunk, positions=images.positions_3S[:, start:end], sights=sights)
+        rotary, last = images.positions_3S, images.last_S
+        return replace(
+            chunk,
+            positions=None if rotary is None else rotary[:, start:end],
+            sights=sights,
+            last_visible=None if last is None else last[start:end],
+        )
 
     def clear(self) -> None:
         self._kept.clear()

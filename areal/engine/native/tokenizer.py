@@ -39,7 +39,7 @@ class ModelText:
         """`compile_timeout_s`: longest wait for a grammar. `image_folders`: `file:` URLs of images
         below these are read."""
         self._folder = Path(folder)
-        self._images = ImageReader(folder, image_folders)
+        self._images = ImageReader(folder, image_folders, self.tokenizer)
         self._compile_timeout_s = compile_timeout_s
         self._lock = threading.RLock()
         self._tokenizer: Any = None

@@ -93,7 +93,7 @@ class TorchRunner:
         for chunk in chunks:
             positions = np.arange(chunk.start, chunk.start + len(chunk.tokens))
             tokens, pages = np.array(chunk.tokens), np.array(chunk.pages)
-            rows.add(tokens, positions, pages, chunk.adapter, chunk.positions)
+            rows.add(tokens, positions, pages, chunk.adapter, chunk.positions, chunk.last_visible)
             last.append(rows.count - 1)
         lengths = [len(chunk.tokens) for chunk in chunks]
         states = [chunk.states for chunk in chunks]
@@ -198,9 +198,9 @@ class TorchRunner:
         `lengths`: rows of each sequence, with its states in `spans` if the model has such. `seen`:
         embeddings that replace those of some rows.
         """
-        tokens_T, positions_T, pages_TP, adapters_T, rotary = rows.build()
+        tokens_T, positions_T, last_T, pages_TP, adapters_T, rotary = rows.build()
         self._adapters.begin(adapters_T)
-        attend = PagedAttention(self._cache, positions_T, pages_TP)
+        attend = PagedAttention(self._cache, positions_T, pages_TP, last_T)
         if self._states is not None:
             sizes = self._model.args.delta_args
             attend.states = self._states, StateRows.of(lengths, spans, sizes, self._device)
@@ -252,14 +252,21 @@ class _Bucket:
 class PagedAttention:
     """One forward's `attend`. Built on the host from each row's position and page table."""
 
-    def __init__(self, cache: KVCache, positions_T: np.ndarray, pages_TP: np.ndarray) -> None:
-        """`pages_TP` int64: pages from position 0 on; entries past a row's position are unused."""
+    def __init__(
+        self,
+        cache: KVCache,
+        positions_T: np.ndarray,
+        pages_TP: np.ndarray,
+        last_T: np.ndarray | None = None,
+    ) -> None:
+        """`pages_TP` int64: pages from position 0 on; entries past a row's position are unused.
+        `last_T`: the last position each row sees, if not its own."""
         self._cache = cache
         self._device = cache.keys.device
         self._positions_T, self._pages_TP = positions_T, pages_TP
+        self._last_T = positions_T if last_T is None else last_T
         size = cache.page_size
-        self._last_page_T = positions_T // size
-        written = np.take_along_axis(pages_TP, self._last_page_T[:, None], axis=1)[:, 0]
+        written = np.take_along_axis(pages_TP, positions_T[:, None] // size, axis=1)[:, 0]
         # Flat cache position of each row's key and value.
         self.write_T = self._upload(written * size + positions_T % size)
         self._buckets_of: dict[int | None, list[_Bucket]] = {}  # by window
@@ -324,7 +331,8 @@ class PagedAttention:
             first_T = np.zeros_like(self._positions_T)
         else:
             first_T = np.maximum(self._positions_T - window + 1, 0)
-        bucket_T = bucket_of(self._last_page_T - first_T // self._cache.page_size + 1)
+        size = self._cache.page_size
+        bucket_T = bucket_of(self._last_T // size - first_T // size + 1)
         sizes = np.unique(bucket_T).tolist()
         return [
             self._make_bucket(rows, num_pages, first_T)
@@ -350,7 +358,7 @@ class PagedAttention:
     ) -> _Bucket:
         """`first_T`: the first position visible to each row."""
         size = self._cache.page_size
-        positions_R, first_R = self._positions_T[rows], first_T[rows]
+        last_R, first_R = self._last_T[rows], first_T[rows]
         first_page_R = first_R // size
         column_RP = first_page_R[:, None] + np.arange(num_pages)
         width = self._pages_TP.shape[1]
@@ -359,7 +367,7 @@ class PagedAttention:
         )
         pages_RP[column_RP >= width] = SCRATCH_PAGE
         position_RS = first_page_R[:, None] * size + np.arange(num_pages * size)
-        seen_RS = (position_RS >= first_R[:, None]) & (position_RS <= positions_R[:, None])
+        seen_RS = (position_RS >= first_R[:, None]) & (position_RS <= last_R[:, None])
         bias_RS = np.where(seen_RS, np.float32(0), np.float32(-np.inf))
         return _Bucket(
             rows=rows if isinstance(rows, slice) else self._upload(rows),
@@ -393,9 +401,10 @@ def padded(num_rows: int) -> int:
 @dataclass(slots=True)
 class Rows:
     count: int = 0
-    _chunks: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | int, np.ndarray]] = field(
-        default_factory=list
-    )
+    # tokens, positions, last visible ones, pages, adapters, rotary positions
+    _chunks: list[
+        tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray | int, np.ndarray]
+    ] = field(default_factory=list)
 
     def add(
         self,
@@ -404,31 +413,35 @@ class Rows:
         pages: np.ndarray,
         adapters: np.ndarray | int = 0,
         rotary: np.ndarray | None = None,
+        last: np.ndarray | None = None,
     ) -> None:
         """n rows: tokens [n], positions [n], page tables [n, P] and adapters [n]; [P] and a number
-        when they share these. `rotary` [n] or [3, n] where it differs from `positions`."""
+        when they share these. Where they differ from `positions`: `rotary` [n] or [3, n], and the
+        `last` position [n] that each row sees."""
         rotary = positions if rotary is None else rotary
-        self._chunks.append((tokens, positions, pages, adapters, rotary))
+        last = positions if last is None else last
+        self._chunks.append((tokens, positions, last, pages, adapters, rotary))
         self.count += len(tokens)
 
-    def build(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """tokens [T], positions [T], pages [T, P], adapters [T] and rotary positions, [3, T] where
-        they differ by axis, else [T]; all int64."""
+    def build(self) -> tuple[np.ndarray, ...]:
+        """tokens [T], positions [T], last visible ones [T], pages [T, P], adapters [T] and rotary
+        positions, [3, T] where they differ by axis, else [T]; all int64."""
         num_rows = padded(self.count)
-        width = max(pages.shape[-1] for _, _, pages, _, _ in self._chunks)
+        width = max(pages.shape[-1] for *_, pages, _, _ in self._chunks)
         has_axes = any(rotary.ndim == 2 for *_, rotary in self._chunks)
         tokens_T = np.zeros(num_rows, np.int64)
-        positions_T = np.zeros(num_rows, np.int64)
+        positions_T, last_T = np.zeros((2, num_rows), np.int64)
         pages_TP = np.full((num_rows, width), SCRATCH_PAGE, np.int64)
         adapters_T = np.zeros(num_rows, np.int64)
         rotary_T = np.zeros((3, num_rows) if has_axes else num_rows, np.int64)
         start = 0
-        for tokens, positions, pages, adapters, rotary in self._chunks:
+        for tokens, positions, last, pages, adapters, rotary in self._chunks:
             end = start + len(tokens)
             tokens_T[start:end] = tokens
             positions_T[start:end] = positions
+            last_T[start:end] = last
             pages_TP[start:end, : pages.shape[-1]] = pages
             adapters_T[start:end] = adapters
             rotary_T[..., start:end] = rotary
             start = end
-        return tokens_T, positions_T, pages_TP, adapters_T, rotary_T
+        return tokens_T, positions_T, last_T, pages_TP, adapters_T, rotary_T

@@ -86,10 +86,11 @@ class StockProtocol(ServerProtocol):
         self._lora_name = lora_name
         # Read here: a copy of this object may be on a machine without the folder.
         config = _config(self.model_path)
-        self.image_token = config.get("image_token_id") if "vision_config" in config else None
         # A bias that no token which stands for an image survives: the trainer gives these
         # probability 0, as the native engine does.
         tower = vision_args(config) if config else None
+        named = config.get("image_token_id") if "vision_config" in config else None
+        self.image_token = named if tower is None else tower.image_token_id
         ids = () if tower is None else tower.placeholder_ids
         self.never_sampled = {str(token): _NEVER for token in ids}
 

@@ -31,6 +31,7 @@ from areal.models import decoder_args, vision_args
 from areal.models.common.args import DecoderArgs, share_of
 from areal.models.parallel_dims import ParallelDims, check_heads, check_layout
 from areal.models.stage_layout import StageLayout
+from areal.models.vision.args import VisionArgs
 from areal.utils.hub import model_folder
 from areal.utils.model_files import language_config, read_hf_config
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 
 # Back ends that see: of actor.backend, and of rollout.backend.
+SEEN_AHEAD = "the image tokens of this model see each other, which fsdp does not compute"
 IMAGE_TRAINERS, IMAGE_SERVERS = ("archon", "fsdp"), ("native", "sglang", "vllm")
 # That read images, as `workflow` of a config names them.
 VISION_WORKFLOWS = frozenset({"vision_rlvr", "areal.workflow.vision_rlvr.VisionRLVRWorkflow"})
@@ -139,6 +141,8 @@ def check_sight(config: PPOConfig, hf_config: Mapping[str, Any]) -> None:
             )
         trainer = ModelAllocation.from_str(config.actor.backend).backend
         _require_sight(key, name, "actor.backend", trainer, IMAGE_TRAINERS)
+        if trainer == "fsdp" and sees_ahead(hf_config):
+            raise ValueError(f"{key}: {name} shows images, and {SEEN_AHEAD}; use archon")
         _require_sight(key, name, "rollout.backend", config.rollout.engine, IMAGE_SERVERS)
 
 
@@ -294,11 +298,21 @@ def _check_fsdp_vision(
 def banned_ids(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
     """Tokens without probability: image placeholders of a model that the native engine sees with,
     which masks them too. Servers of other families do not."""
-    try:
-        vision = decoder_args(hf_config).vision
-    except ValueError:  # a family that areal has none of
-        return ()
+    vision = _own_tower(hf_config)
     return () if vision is None else vision.placeholder_ids
+
+
+def sees_ahead(hf_config: Mapping[str, Any]) -> bool:
+    """Whether the tokens of an image see those behind them, too: see `SEEN_AHEAD`."""
+    vision = _own_tower(hf_config)
+    return vision is not None and vision.is_bidirectional
+
+
+def _own_tower(hf_config: Mapping[str, Any]) -> VisionArgs | None:
+    try:
+        return decoder_args(hf_config).vision
+    except ValueError:  # a family that areal has none of
+        return None
 
 
 def check_megatron(config: TrainEngineConfig, args: DecoderArgs, layout: ParallelStrategy) -> None:
@@ -360,6 +374,11 @@ def _check_batch_invariant(args: DecoderArgs) -> None:
         raise ValueError(
             "batch_invariant: there is no such kernel for layers with a recurrent state; turn it "
             "off for this model"
+        )
+    if args.vision is not None and args.vision.is_bidirectional:
+        raise ValueError(
+            "batch_invariant: there is no such kernel for images whose tokens all see each other; "
+            "turn it off for this model"
         )
 
 

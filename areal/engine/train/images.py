@@ -21,7 +21,7 @@ import torch
 
 from areal.models.common.args import DecoderArgs
 from areal.models.vision.args import VisionArgs
-from areal.models.vision.positions import image_spans, mrope_positions
+from areal.models.vision.positions import image_spans, rotary_positions
 from areal.models.vision.tower import Images
 from areal.utils.data import MULTI_MODAL_KEY
 
@@ -34,6 +34,8 @@ class MicroImages:
     positions_3T: torch.Tensor | None  # None: those of text
     rows_I: torch.Tensor  # the tokens that take an embedding
     source_I: torch.Tensor  # which of the tower's embeddings, in the order of the images
+    # Start of its sequence, start and end of each image whose tokens see all of it.
+    blocks: tuple[tuple[int, int, int], ...] = ()
 
     def within(self, start: int, end: int) -> MicroImages:
         """Of the tokens from `start` to `end` alone; all images, as ranks run the tower alike."""
@@ -43,8 +45,10 @@ class MicroImages:
 
     def inputs(self) -> tuple[Images, torch.Tensor, torch.Tensor]:
         """Arguments of a decoder's forward, on the device of its tokens."""
-        device = self.rows_I.device
-        images = Images(self.images.pixels.to(device, non_blocking=True), self.images.grids)
+        device, pixels = self.rows_I.device, self.images.pixels
+        if device.type == "cuda" and not pixels.is_cuda:
+            pixels = pixels.pin_memory()  # else the copy waits for all work launched before it
+        images = Images(pixels.to(device, non_blocking=True), self.images.grids)
         return images, self.rows_I, self.source_I
 
 
@@ -94,7 +98,7 @@ def _join(
     device: torch.device,
 ) -> MicroImages | None:
     distinct: dict[int, tuple[Images, int]] = {}  # by pixel tensor: and its first embedding
-    rows, source, positions = [], [], []
+    rows, source, positions, blocks = [], [], [], []
     num_tokens = num_embeddings = 0
     for tokens_S, images in zip(sequences, given, strict=True):
         grids = [] if images is None else images.grids.tolist()
@@ -102,12 +106,13 @@ def _join(
             images.check(args)
             distinct[id(images.pixels)] = (images, num_embeddings)
             num_embeddings += sum(map(args.num_tokens, grids))
-        positions.append(mrope_positions(tokens_S, grids, args))
+        positions.append(rotary_positions(tokens_S, grids, args))
         first = 0 if images is None else distinct[id(images.pixels)][1]
         for start, end in image_spans(tokens_S, grids, args):
             rows.append(np.arange(num_tokens + start, num_tokens + end))
             source.append(np.arange(first, first + end - start))
             first += end - start
+            blocks.append((num_tokens, num_tokens + start, num_tokens + end))
         num_tokens += len(tokens_S)
     if not distinct:
         return None
@@ -116,4 +121,6 @@ def _join(
         return torch.from_numpy(np.concatenate(parts, axis)).to(device)
 
     images = Images.concat([images for images, _ in distinct.values()])
-    return MicroImages(images, upload(positions, axis=1), upload(rows), upload(source))
+    positions_3T = upload(positions, axis=1) if args.has_axes else None
+    seen = tuple(blocks) if args.is_bidirectional else ()
+    return MicroImages(images, positions_3T, upload(rows), upload(source), seen)

@@ -50,8 +50,9 @@ def split_micro_batches(
     """Packed micro-batches on `device` within the token budget of `spec`.
 
     Every `rows_per_unit` consecutive rows (a chosen and a rejected answer) are packed as one, so
-    they share a micro-batch and stay neighbours in it. With `shares_prefixes` the budget counts
-    the tokens of prefix trees, and each micro-batch has its tree. `read_images` gets packed rows.
+    they share a micro-batch and stay neighbours in it, as do rows that show the same images. With
+    `shares_prefixes` the budget counts the tokens of prefix trees, and each micro-batch has its
+    tree. `read_images` gets packed rows.
     """
     lengths = sequence_lengths(input_["attention_mask"])
     if len(lengths) % rows_per_unit:
@@ -64,8 +65,10 @@ def split_micro_batches(
         "algorithm": spec.packing_algorithm,
     }
     if not shares_prefixes:
-        unit_lengths = lengths.view(-1, rows_per_unit).sum(dim=1).tolist()
-        row_bins = _rows_of_units(pack_sequences(unit_lengths, **limits), rows_per_unit)
+        units = _units(input_, lengths.tolist(), rows_per_unit, spec)
+        unit_lengths = [int(lengths[unit].sum()) for unit in units]
+        bins = pack_sequences(unit_lengths, **limits)
+        row_bins = [[row for unit in bin_ for row in units[unit]] for bin_ in bins]
         return [_micro_batch(input_, rows, device, read_images) for rows in row_bins]
     ids = input_["input_ids"].numpy(force=True)
     sequences = [row[:length] for row, length in zip(ids, lengths.tolist(), strict=True)]
@@ -76,6 +79,27 @@ def split_micro_batches(
         )
         for rows in _rows_of_units(bins, rows_per_unit)
     ]
+
+
+def _units(
+    input_: Mapping[str, Any], lengths: list[int], rows_per_unit: int, spec: MicroBatchSpec
+) -> list[list[int]]:
+    """Rows that are packed as one: `rows_per_unit` each; or neighbours that show the same images,
+    as many as fit into a micro-batch, since a vision tower computes these once for all of them."""
+    count, shown = len(lengths), input_.get(MULTI_MODAL_KEY)
+    units = [list(range(row, row + rows_per_unit)) for row in range(0, count, rows_per_unit)]
+    if rows_per_unit > 1 or not shown or spec.max_tokens_per_mb is None:
+        return units
+    joined, pixels, room = [], None, 0
+    for row, (length, images) in enumerate(zip(lengths, shown, strict=True)):
+        own = images.get("pixel_values")
+        if own is not None and own is pixels and length <= room:
+            joined[-1].append(row)
+        else:
+            joined.append([row])
+            room = spec.max_tokens_per_mb
+        pixels, room = own, room - length
+    return joined if len(joined) >= spec.n_mbs else units
 
 
 def _micro_batch(

@@ -37,6 +37,7 @@ from areal.engine.train.images import MicroImages
 from areal.engine.train.logprobs import VocabPart, next_token_logprobs
 from areal.models.common.attention import Attend, PackedAttention
 from areal.models.common.decoder import Decoder
+from areal.models.common.image_attention import ImageAttention
 from areal.models.common.moe import replay_experts
 from areal.models.parallel_dims import ParallelMesh
 from areal.models.parallelize import gather_tokens
@@ -148,8 +149,10 @@ def pack_rows(
     tokens_T = mb["input_ids"].long()
     tokens_P, cu_seqlens = _pad(tokens_T, mb["cu_seqlens"], min_tokens, multiple)
     routed_P = None if ROUTED_KEY not in mb else _repeat(mb[ROUTED_KEY], len(tokens_P))
-    attend = packed(cu_seqlens, mb["max_seqlen"])
-    positions_P = attend.positions_T  # [P, 3] where there are three
+    causal = packed(cu_seqlens, mb["max_seqlen"])
+    positions_P, attend = causal.positions_T, causal  # positions [P, 3] where there are three
+    if images is not None and images.blocks:
+        attend = ImageAttention(causal, images.blocks)
     if images is not None and images.positions_3T is not None:
         positions_P = _repeat(images.positions_3T.T, len(tokens_P))
     own_P = [tokens_P, positions_P, _next_tokens(tokens_P, cu_seqlens)]

@@ -191,7 +191,7 @@ def _attend_rows(
         with sdpa_kernel(_KERNELS, set_priority=True) if q.is_cuda else nullcontext():
             out_BNSH = F.scaled_dot_product_attention(
                 q_BNSH, k_BKSH, v_BKSH, is_causal=True, scale=scale,
-                enable_gqa=_shares(q_BNSH, k_BKSH),
+                enable_gqa=shares_heads(q_BNSH, k_BKSH),
             )  # fmt: skip
     return out_BNSH.transpose(1, 2).flatten(0, 1)
 
@@ -239,13 +239,13 @@ def masked_blocks(
             v_BKSH[:, :, first:end],
             attn_mask=mask_QW,
             scale=scale,
-            enable_gqa=_shares(q_BNSH, k_BKSH),
+            enable_gqa=shares_heads(q_BNSH, k_BKSH),
         )
         outputs.append(out_BNQH)
     return torch.cat(outputs, dim=2)
 
 
-def _shares(q_BNSH: torch.Tensor, k_BKSH: torch.Tensor) -> bool:
+def shares_heads(q_BNSH: torch.Tensor, k_BKSH: torch.Tensor) -> bool:
     """Whether several query heads share a key-value head."""
     return q_BNSH.shape[1] != k_BKSH.shape[1]
 

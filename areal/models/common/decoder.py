@@ -37,7 +37,13 @@ from areal.models.common.norm import make_norm
 from areal.models.common.rope import RotaryEmbedding
 from areal.models.common.state_dict_adapter import StateDictAdapter
 from areal.models.common.tensor_parallel import Ranks, Share, SummedLinear, SummedMoE
-from areal.models.vision.tower import Images, PatchEmbedding, Sight, VisionTower
+from areal.models.vision.tower import (
+    Images,
+    InputProjection,
+    PatchEmbedding,
+    Sight,
+    VisionTower,
+)
 
 
 def softcap(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
@@ -251,7 +257,7 @@ class Decoder(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.RMSNorm | nn.LayerNorm):
                 module.reset_parameters()
-            elif isinstance(module, nn.Linear | nn.Embedding | PatchEmbedding):
+            elif isinstance(module, nn.Linear | nn.Embedding | PatchEmbedding | InputProjection):
                 self._write(module, module.weight, self._drawn(module.weight, generator))
                 if not isinstance(module, nn.Embedding) and module.bias is not None:
                     module.bias.zero_()

@@ -42,6 +42,22 @@ _QWEN3_VL: dict[str, Any] = {
     "num_position_embeddings": 2304,
     "deepstack_visual_indexes": (8, 16, 24),
 }
+_GEMMA3_TOKENS = {
+    "image_token_index": 262144,
+    "boi_token_index": 255999,
+    "eoi_token_index": 256000,
+}
+_SIGLIP: dict[str, Any] = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_channels": 3,
+    "image_size": 224,
+    "patch_size": 16,
+    "hidden_act": "gelu_pytorch_tanh",
+    "layer_norm_eps": 1e-6,
+}
 
 
 _QWEN3_5 = {key: value for key, value in _QWEN3_VL.items() if key != "deepstack_visual_indexes"}
@@ -67,26 +83,50 @@ class VisionArgs:
     patch_size: int
     temporal_patch_size: int  # copies of an image, as if it were a short video
     merge_size: int
-    rope_theta: float
+    rope_theta: float | None  # rotation by row and column; None: none
     image_token_id: int  # stands once for each merged patch in a sequence
     vision_start_token_id: int
+    vision_end_token_id: int
     placeholder_ids: tuple[int, ...]  # that only a prompt may contain, ascending: never sampled
     window: int = 0  # side of an attention window in merged patches; 0: no windows
     full_layers: tuple[int, ...] = ()  # layers without a window
     position_side: int = 0  # side of the grid of learned positions; 0: none
     deepstack_layers: tuple[int, ...] = ()  # outputs added to the first layers of the decoder
+    norm_eps: float = 1e-6
+    image_side: int = 0  # patches along a side of every image; 0: images have sizes of their own
+    has_axes: bool = True  # image tokens have a row and a column in the decoder's rope (M-RoPE)
+    is_bidirectional: bool = False  # tokens of an image see all of it in the decoder
+    # Chat templates write `vision_start_token_id` for an image, and its tokens come with it: start,
+    # image tokens, end, and line breaks around. Else they write one image token.
+    starts_images: bool = False
 
     def __post_init__(self) -> None:
-        if self.dim % (4 * self.n_heads):
+        if self.rope_theta is not None and self.dim % (4 * self.n_heads):
             raise ValueError(
                 f"vision_config: hidden_size ({self.dim}) must be a multiple of 4 x num_heads "
                 f"({self.n_heads}), to rotate heads by row and column"
+            )
+        if self.dim % self.n_heads:
+            raise ValueError(
+                f"vision_config: hidden_size ({self.dim}) must be a multiple of the number of "
+                f"heads ({self.n_heads})"
             )
 
     @property
     def patch_values(self) -> int:
         """Numbers in a row of `pixel_values`."""
         return self.in_channels * self.temporal_patch_size * self.patch_size**2
+
+    @property
+    def whole_grid(self) -> tuple[int, int, int]:
+        """Of the smallest image there is; where images have one size, of all."""
+        side = self.image_side or self.merge_size
+        return 1, side, side
+
+    @property
+    def template_token_id(self) -> int:
+        """What a chat template writes for an image."""
+        return self.vision_start_token_id if self.starts_images else self.image_token_id
 
     def num_patches(self, grid: Sequence[int]) -> int:
         return int(grid[0]) * int(grid[1]) * int(grid[2])
@@ -98,6 +138,11 @@ class VisionArgs:
     def check_grid(self, grid: Sequence[int]) -> None:
         """ValueError for what is not the grid of one image."""
         time, height, width = (int(size) for size in grid)
+        if self.image_side and (time, height, width) != self.whole_grid:
+            raise ValueError(
+                f"image_grid_thw: {[time, height, width]}; images of this model have "
+                f"{list(self.whole_grid)} patches"
+            )
         if time != 1:
             raise ValueError(
                 f"image_grid_thw: {time} frames; videos are not supported, an image has 1"
@@ -147,11 +192,47 @@ def _position_side(given: Mapping[str, Any]) -> int:
     return side
 
 
+def gemma3_vision(hf: Mapping[str, Any], dim: int) -> VisionArgs:
+    """SigLIP with its patches averaged to `mm_tokens_per_image` tokens."""
+    given = _vision_config(hf, _SIGLIP, activation="gelu_pytorch_tanh")
+    tokens = {**_GEMMA3_TOKENS, **{k: hf[k] for k in _GEMMA3_TOKENS if hf.get(k) is not None}}
+    side, count = given["image_size"] // given["patch_size"], hf.get("mm_tokens_per_image") or 256
+    merge_size = side // max(int(count**0.5), 1)
+    if not merge_size or side % merge_size or (side // merge_size) ** 2 != count:
+        raise ValueError(
+            f"mm_tokens_per_image ({count}) must be a square number whose root divides "
+            f"image_size / patch_size ({side}), to average whole squares of patches"
+        )
+    image, start, end = (tokens[key] for key in _GEMMA3_TOKENS)
+    return VisionArgs(
+        n_layers=given["num_hidden_layers"],
+        dim=given["hidden_size"],
+        n_heads=given["num_attention_heads"],
+        hidden_dim=given["intermediate_size"],
+        out_dim=dim,
+        in_channels=given["num_channels"],
+        patch_size=given["patch_size"],
+        temporal_patch_size=1,
+        merge_size=merge_size,
+        rope_theta=None,
+        image_token_id=image,
+        vision_start_token_id=start,
+        vision_end_token_id=end,
+        placeholder_ids=tuple(sorted({image, start, end})),
+        norm_eps=given["layer_norm_eps"],
+        image_side=side,
+        has_axes=False,
+        is_bidirectional=True,
+        starts_images=True,
+    )
+
+
 def _vision_config(
     hf: Mapping[str, Any], defaults: Mapping[str, Any], *, activation: str
 ) -> dict[str, Any]:
     own = {key: value for key, value in hf.get("vision_config", {}).items() if value is not None}
-    own.setdefault("in_channels", own.get("in_chans", defaults["in_channels"]))
+    if "in_chans" in own:
+        own.setdefault("in_channels", own["in_chans"])
     given = {**defaults, **own}
     for key, usual in defaults.items():
         if isinstance(usual, int) and (type(given[key]) is not int or given[key] < 1):
@@ -186,6 +267,7 @@ def _common(hf: Mapping[str, Any], given: Mapping[str, Any], dim: int) -> dict[s
         "rope_theta": rope.get("rope_theta", 10000.0),
         "image_token_id": tokens["image_token_id"],
         "vision_start_token_id": tokens["vision_start_token_id"],
+        "vision_end_token_id": tokens["vision_end_token_id"],
         "placeholder_ids": placeholder_ids(tokens),
     }
 

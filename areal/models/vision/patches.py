@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,9 @@ from areal.models.vision.args import VisionArgs
 from areal.utils.images import ImageError
 
 _FILES = ("preprocessor_config.json", "processor_config.json")
-_FAMILY = "Qwen2VLImageProcessor"  # of Qwen2-VL, Qwen2.5-VL and Qwen3-VL; Fast and Pil are suffixes
+# Fast and Pil are suffixes.
+_FAMILY = "Qwen2VLImageProcessor"  # of Qwen2-VL, Qwen2.5-VL and Qwen3-VL
+_SQUARE_FAMILY = "Gemma3ImageProcessor"
 _MAX_RATIO = 200  # of the sides
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
@@ -45,6 +47,7 @@ class PatchRules:
     rescale_factor: float = 1 / 255
     mean: tuple[float, ...] = _CLIP_MEAN
     std: tuple[float, ...] = _CLIP_STD
+    square: int = 0  # pixels of a side that every image is resized to; 0: sizes of their own
 
     @property
     def factor(self) -> int:
@@ -80,6 +83,15 @@ def read_patch_rules(folder: str | Path) -> PatchRules:
 def rules_for(args: VisionArgs, folder: str | Path) -> PatchRules:
     """`read_patch_rules`; ValueError where they cut what the tower does not take."""
     rules = read_patch_rules(folder)
+    if rules.square:
+        expected = args.image_side * args.patch_size
+        if rules.square != expected:
+            raise ValueError(
+                f"{folder}: {_FILES[0]} resizes images to {rules.square} pixels, the tower of "
+                f"config.json takes {expected}; take both from one model"
+            )
+        sizes = {"temporal_patch_size": 1, "merge_size": args.merge_size}
+        return replace(rules, patch_size=args.patch_size, **sizes)
     for name in ("patch_size", "temporal_patch_size", "merge_size"):
         found, expected = getattr(rules, name), getattr(args, name)
         if found != expected:
@@ -93,11 +105,16 @@ def rules_for(args: VisionArgs, folder: str | Path) -> PatchRules:
 def patch_rules(given: Mapping[str, Any]) -> PatchRules:
     """From the keys of an image processor; ValueError for what is not computed here."""
     kind = given.get("image_processor_type", _FAMILY)
-    if str(kind).removesuffix("Fast").removesuffix("Pil") != _FAMILY:
-        raise ValueError(f"image_processor_type must be {_FAMILY}, got {kind!r:.60}")
+    family = str(kind).removesuffix("Fast").removesuffix("Pil")
+    if family not in (_FAMILY, _SQUARE_FAMILY):
+        raise ValueError(
+            f"image_processor_type must be {_FAMILY} or {_SQUARE_FAMILY}, got {kind!r:.60}"
+        )
     for name in ("do_resize", "do_rescale", "do_normalize"):
         if given.get(name, True) is not True:
             raise ValueError(f"{name} must be true, got {given[name]!r:.60}")
+    if family == _SQUARE_FAMILY:
+        return _square_rules(given)
     size = given.get("size") or {}
     limits = {
         "min_pixels": given.get("min_pixels") or size.get("shortest_edge"),
@@ -112,6 +129,31 @@ def patch_rules(given: Mapping[str, Any]) -> PatchRules:
     }
     found = {ours: given.get(theirs) for ours, theirs in names.items()} | limits
     rules = {name: value for name, value in found.items() if value is not None}
+    return _checked(rules, given)
+
+
+def _square_rules(given: Mapping[str, Any]) -> PatchRules:
+    """Of Gemma 3: one size for all images."""
+    if given.get("do_pan_and_scan"):
+        raise ValueError(
+            f"do_pan_and_scan must be false, got {given['do_pan_and_scan']!r:.60}: an image is not "
+            "cut into several"
+        )
+    size = given.get("size") or {"height": 224, "width": 224}
+    height, width = size.get("height"), size.get("width")
+    if height != width:
+        raise ValueError(f"size must have equal sides, got {size!r:.60}")
+    rules: dict[str, Any] = {
+        "square": height,
+        "resample": given.get("resample") or Image.Resampling.BILINEAR,
+        "rescale_factor": given.get("rescale_factor") or 1 / 255,
+    }
+    usual = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    own = {key: value for key, value in given.items() if value is not None}
+    return _checked(rules, {**usual, **own})
+
+
+def _checked(rules: dict[str, Any], given: Mapping[str, Any]) -> PatchRules:
     for name, value in rules.items():
         if not _is_positive(value, float if name == "rescale_factor" else int):
             raise ValueError(f"{name} must be a number above 0, got {value!r:.60}")
@@ -137,7 +179,10 @@ def _channels(name: str, value: Any) -> tuple[float, ...]:
 
 
 def resized_sides(height: int, width: int, rules: PatchRules) -> tuple[int, int]:
-    """Multiples of a merged patch near the sides, with an area within the limits."""
+    """Multiples of a merged patch near the sides, with an area within the limits; or the square
+    that all images become."""
+    if rules.square:
+        return rules.square, rules.square
     if max(height, width) > _MAX_RATIO * min(height, width):
         raise ImageError(
             f"the image is {width} x {height} pixels: expected sides within {_MAX_RATIO} times "

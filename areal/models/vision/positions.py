@@ -1,4 +1,6 @@
-"""M-RoPE: each token of a sequence has a position in time, one in height and one in width.
+"""Where images are in a sequence, and the rotary positions of a sequence with images.
+
+With M-RoPE each token of a sequence has a position in time, one in height and one in width.
 
 Text advances all three by one per token. The tokens of an image share a position in time and have
 their row and column in the others; the text behind it goes on after the largest of them. So a
@@ -17,6 +19,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from areal.models.vision.args import VisionArgs
+
+
+def rotary_positions(
+    tokens: Sequence[int] | np.ndarray,
+    grids: Sequence[Sequence[int]] | np.ndarray,
+    args: VisionArgs,
+) -> np.ndarray | None:
+    """`mrope_positions`, or None where they are those of text: each token's index."""
+    return mrope_positions(tokens, grids, args) if args.has_axes else None
 
 
 def mrope_positions(
@@ -55,6 +66,14 @@ def position_delta(positions_3S: np.ndarray) -> int:
     return int(positions_3S.max()) + 1 - positions_3S.shape[1] if positions_3S.size else 0
 
 
+def last_visible(length: int, spans: Sequence[tuple[int, int]]) -> np.ndarray:
+    """[S]: the last position that each token sees where tokens of an image see all of it."""
+    last_S = np.arange(length)
+    for start, end in spans:
+        last_S[start:end] = end - 1
+    return last_S
+
+
 def image_spans(
     tokens: Sequence[int] | np.ndarray,
     grids: Sequence[Sequence[int]] | np.ndarray,
@@ -72,6 +91,11 @@ def image_spans(
                 f"image {number} of a sequence has {length} tokens by its image_grid_thw "
                 f"{[int(size) for size in grid]}, and the sequence has {len(own)} in a row for "
                 f"it: give input_ids one image token ({args.image_token_id}) for each"
+            )
+        if args.is_bidirectional and spans and spans[-1][1] == own[0]:
+            raise ValueError(
+                f"images {number - 1} and {number} of a sequence touch, and the tokens of an image "
+                "see all of it: enclose each by the tokens that start and end an image"
             )
         spans.append((int(own[0]), int(own[-1]) + 1))
         used += length

@@ -65,14 +65,14 @@ class ImageProcessor:
         return patches.pixels, patches.grid
 
     def expand(self, ids: Sequence[int], grids: Sequence[Sequence[int]]) -> list[int]:
-        """One image token per merged patch, in place of the one that a template writes."""
-        found = sum(one == self.args.image_token_id for one in ids)
+        """One image token per merged patch, in place of the one token that a template writes."""
+        found = sum(one == self.args.template_token_id for one in ids)
         if found != len(grids):
             raise ValueError(
                 f"the prompt has {found} image tokens for {len(grids)} images; the chat template "
                 "must write one for each, and no text may contain one"
             )
-        return expand_placeholders(ids, grids, self.args)
+        return expand_placeholders(ids, grids, self.args, self.tokenizer)
 
 
 def load_processor(path: str | Path, tokenizer: Any, *, key: str = "processor") -> ImageProcessor:

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +29,12 @@ from areal.models.hf_io import read_hf_config
 from areal.models.vision.args import VisionArgs
 from areal.models.vision.patches import Patches, PatchRules, cut_patches, rules_for
 from areal.models.vision.placeholders import expand_placeholders
-from areal.models.vision.positions import image_spans, mrope_positions, position_delta
+from areal.models.vision.positions import (
+    image_spans,
+    last_visible,
+    position_delta,
+    rotary_positions,
+)
 from areal.utils.images import decode_image, image_bytes
 
 _KEPT_BYTES = 256 << 20  # of images that were cut last
@@ -46,9 +52,11 @@ class PromptImages:
     tokens: tuple[int, ...]  # the prompt's, image tokens as they are
     images: tuple[CutImage, ...]
     spans: tuple[tuple[int, int], ...]  # start and end of each image's tokens
-    positions_3S: np.ndarray  # rotary positions of the prompt
+    positions_3S: np.ndarray | None  # rotary positions of the prompt; None: those of text
     delta: int  # rotary position minus index, of what follows the prompt
     key: tuple[int, ...]  # the tokens, those of an image replaced by its hash
+    # The last position each token sees, where tokens of an image see all of it; None: its own.
+    last_S: np.ndarray | None = None
 
     @classmethod
     def of(
@@ -57,7 +65,7 @@ class PromptImages:
         """ValueError if the image tokens are not those of the images."""
         grids = [image.patches.grid for image in images]
         spans = image_spans(tokens, grids, args)
-        positions_3S = mrope_positions(tokens, grids, args)
+        positions_3S = rotary_positions(tokens, grids, args)
         key = list(tokens)
         for image, (start, end) in zip(images, spans, strict=True):
             # Negative, hence no token; as long as the hash, hence of one image alone.
@@ -67,9 +75,16 @@ class PromptImages:
             tuple(images),
             tuple(spans),
             positions_3S,
-            position_delta(positions_3S),
+            0 if positions_3S is None else position_delta(positions_3S),
             tuple(key),
+            last_visible(len(tokens), spans) if args.is_bidirectional else None,
         )
+
+    def whole_end(self, end: int) -> int:
+        """At most `end`, and not within an image whose tokens must be computed together."""
+        if self.last_S is None:
+            return end
+        return next((first for first, last in self.spans if first < end < last), end)
 
     def seen(self, start: int, end: int) -> list[tuple[CutImage, slice, int]]:
         """Images with tokens in positions `start` to `end`: which of their tokens, and the position
@@ -85,9 +100,15 @@ class ImageReader:
     """Thread-safe; blocking, so not for an event loop. The files of the folder are read when the
     first image comes."""
 
-    def __init__(self, folder: str | Path, image_folders: Sequence[str | Path] = ()) -> None:
-        """`image_folders`: `file:` URLs below these are read."""
-        self._folder = Path(folder)
+    def __init__(
+        self,
+        folder: str | Path,
+        image_folders: Sequence[str | Path] = (),
+        tokenizer: Callable[[], Any] = lambda: None,
+    ) -> None:
+        """`image_folders`: `file:` URLs below these are read. `tokenizer` is called where a family
+        needs one to place images."""
+        self._folder, self._tokenizer = Path(folder), tokenizer
         self._image_folders = tuple(image_folders)
         self._lock = threading.Lock()
         self._kept: OrderedDict[bytes, CutImage] = OrderedDict()
@@ -101,7 +122,10 @@ class ImageReader:
         if len(image_data) > MAX_IMAGES:
             raise ValueError(f"image_data has {len(image_data)} images, at most {MAX_IMAGES}")
         images = [self._image(number, source) for number, source in enumerate(image_data)]
-        tokens = expand_placeholders(input_ids, [one.patches.grid for one in images], args)
+        grids = [one.patches.grid for one in images]
+        needs_text = args.starts_images and args.image_token_id not in input_ids
+        tokenizer = self._tokenizer() if needs_text else None
+        tokens = expand_placeholders(input_ids, grids, args, tokenizer)
         return tokens, PromptImages.of(tokens, images, args)
 
     def _image(self, number: int, source: str) -> CutImage:

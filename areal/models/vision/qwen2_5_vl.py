@@ -15,15 +15,16 @@ from torch import nn
 
 from areal.models.vision.args import VisionArgs
 from areal.models.vision.tower import (
+    FusedAttention,
     Images,
     PatchEmbedding,
-    Rotation,
     Segments,
     Sight,
-    TowerAttention,
+    TowerBlock,
     VisionTower,
     patch_places,
     patch_rotation,
+    upload,
 )
 
 _NORM_EPS = 1e-6
@@ -39,29 +40,25 @@ class Qwen2_5VLTower(VisionTower):
     def see(self, images: Images) -> Sight:
         args, device = self.args, images.pixels.device
         order_M, window_lengths = sorted_by_window(images.grids, args)
-        in_window_order = torch.as_tensor(_of_patches(order_M, args), device=device)
-        places_P2 = patch_places(images.grids, args.merge_size)[in_window_order.cpu().numpy()]
+        order_P = _of_patches(order_M, args)
+        places_P2 = patch_places(images.grids, args.merge_size)[order_P]
         rotation = patch_rotation(places_P2, args, device)
         windows = Segments(window_lengths, device)
         whole = Segments((args.num_patches(grid) for grid in images.grids.tolist()), device)
-        x_PD = self.patch_embed(images.pixels.index_select(0, in_window_order))
+        x_PD = self.patch_embed(images.pixels.index_select(0, upload(order_P, device)))
         for layer, block in enumerate(self.blocks):
             x_PD = block(x_PD, rotation, whole if layer in args.full_layers else windows)
-        back = torch.as_tensor(np.argsort(order_M), device=device)
+        back = upload(np.argsort(order_M), device)
         return Sight(self.merger(x_PD).index_select(0, back))
 
 
-class _Block(nn.Module):
+class _Block(TowerBlock):
     def __init__(self, args: VisionArgs) -> None:
         super().__init__()
         self.norm1 = nn.RMSNorm(args.dim, _NORM_EPS)
         self.norm2 = nn.RMSNorm(args.dim, _NORM_EPS)
-        self.attn = TowerAttention(args)
+        self.attn = FusedAttention(args)
         self.mlp = _FeedForward(args)
-
-    def forward(self, x_PD: torch.Tensor, rotation: Rotation, segments: Segments) -> torch.Tensor:
-        x_PD = x_PD + self.attn(self.norm1(x_PD), rotation, segments)
-        return x_PD + self.mlp(self.norm2(x_PD))
 
 
 class _FeedForward(nn.Module):

@@ -13,15 +13,17 @@ from torch import nn
 
 from areal.models.vision.args import VisionArgs
 from areal.models.vision.tower import (
+    FusedAttention,
     Images,
     PatchEmbedding,
-    Rotation,
+    PositionTable,
     Segments,
     Sight,
-    TowerAttention,
+    TowerBlock,
     VisionTower,
     patch_places,
     patch_rotation,
+    upload,
 )
 
 _NORM_EPS = 1e-6
@@ -58,26 +60,17 @@ class Qwen3VLTower(VisionTower):
     ) -> torch.Tensor:
         """[P, D]: the table stretched to each image, corner to corner, bilinearly."""
         index_P4, weight_P4 = resampled(places_P2, grids, self.args.position_side)
-        table_P4D = self.pos_embed(torch.as_tensor(index_P4, device=device))
-        return (table_P4D * torch.as_tensor(weight_P4, device=device)[:, :, None]).sum(1)
+        table_P4D = self.pos_embed(upload(index_P4, device))
+        return (table_P4D * upload(weight_P4, device)[:, :, None]).sum(1)
 
 
-class PositionTable(nn.Embedding):
-    def reset_parameters(self) -> None:
-        """Weights are loaded, or drawn later: see TokenEmbedding."""
-
-
-class _Block(nn.Module):
+class _Block(TowerBlock):
     def __init__(self, args: VisionArgs) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(args.dim, _NORM_EPS)
         self.norm2 = nn.LayerNorm(args.dim, _NORM_EPS)
-        self.attn = TowerAttention(args)
+        self.attn = FusedAttention(args)
         self.mlp = _FeedForward(args)
-
-    def forward(self, x_PD: torch.Tensor, rotation: Rotation, segments: Segments) -> torch.Tensor:
-        x_PD = x_PD + self.attn(self.norm1(x_PD), rotation, segments)
-        return x_PD + self.mlp(self.norm2(x_PD))
 
 
 class _FeedForward(nn.Module):

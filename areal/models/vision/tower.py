@@ -16,6 +16,7 @@ import inspect
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
@@ -41,7 +42,7 @@ class Images:
     @classmethod
     def blank(cls, args: VisionArgs, device: torch.device) -> Images:
         """The smallest image there is."""
-        grid = [1, args.merge_size, args.merge_size]
+        grid = args.whole_grid
         pixels = torch.zeros(args.num_patches(grid), args.patch_values, device=device)
         return cls(pixels, torch.tensor([grid]))
 
@@ -109,10 +110,10 @@ class VisionTower(nn.Module):
 class PatchEmbedding(nn.Module):
     """A convolution whose kernel is a patch, hence a matrix product; keeps the kernel's shape."""
 
-    def __init__(self, args: VisionArgs, *, bias: bool) -> None:
+    def __init__(self, args: VisionArgs, *, bias: bool, has_time: bool = True) -> None:
         super().__init__()
-        side = args.patch_size
-        shape = (args.dim, args.in_channels, args.temporal_patch_size, side, side)
+        frames = (args.temporal_patch_size,) if has_time else ()
+        shape = (args.dim, args.in_channels, *frames, args.patch_size, args.patch_size)
         self.weight = nn.Parameter(torch.empty(shape))
         self.bias = nn.Parameter(torch.empty(args.dim)) if bias else None
 
@@ -120,65 +121,142 @@ class PatchEmbedding(nn.Module):
         return F.linear(pixels_PV.to(self.weight.dtype), self.weight.flatten(1), self.bias)
 
 
+class PositionTable(nn.Embedding):
+    """Learned positions of patches."""
+
+    def reset_parameters(self) -> None:
+        """Weights are loaded, or drawn later: see TokenEmbedding."""
+
+
+class InputProjection(nn.Module):
+    """A matrix [in, out], as Gemma's checkpoints have it."""
+
+    def __init__(self, dim: int, out_dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim, out_dim))
+        self.bias = None
+
+    def forward(self, x_ID: torch.Tensor) -> torch.Tensor:
+        return x_ID @ self.weight
+
+
+class TowerBlock(nn.Module):
+    """Norm, attention, norm, feed-forward. Families set the four modules.
+
+    The computations before and after attention are two functions of tensors only, so that each can
+    be compiled (models/parallelize.py).
+    """
+
+    norm1: nn.Module
+    norm2: nn.Module
+    attn: TowerAttention
+    mlp: nn.Module
+
+    def forward(
+        self, x_PD: torch.Tensor, rotation: Rotation | None, segments: Segments
+    ) -> torch.Tensor:
+        cos_sin = () if rotation is None else (rotation.cos_PR, rotation.sin_PR)
+        q_PAH, k_PAH, v_PAH = self.before(x_PD, *cos_sin)
+        return self.after(x_PD, segments.attend(q_PAH, k_PAH, v_PAH))
+
+    def before(
+        self, x_PD: torch.Tensor, *cos_sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The queries, keys and values to attend with, rotated if angles are given."""
+        q_PAH, k_PAH, v_PAH = self.attn.heads(self.norm1(x_PD))
+        if cos_sin:  # in float32, as transformers does
+            q_PAH, k_PAH = (rotate(x.float(), *cos_sin).to(x.dtype) for x in (q_PAH, k_PAH))
+        return q_PAH, k_PAH, v_PAH
+
+    def after(self, x_PD: torch.Tensor, out_PAH: torch.Tensor) -> torch.Tensor:
+        """The block's output from its input and the output of attention."""
+        x_PD = x_PD + self.attn.proj(out_PAH.flatten(1))
+        return x_PD + self.mlp(self.norm2(x_PD))
+
+
 class TowerAttention(nn.Module):
+    """The projections of attention."""
+
     def __init__(self, args: VisionArgs) -> None:
         super().__init__()
         self.n_heads = args.n_heads
-        self.qkv = nn.Linear(args.dim, 3 * args.dim)
         self.proj = nn.Linear(args.dim, args.dim)
 
-    def forward(
-        self,
-        x_PD: torch.Tensor,
-        rotation: Rotation,
-        segments: Segments,
-    ) -> torch.Tensor:
-        q_PAH, k_PAH, v_PAH = self.qkv(x_PD).unflatten(-1, (3, self.n_heads, -1)).unbind(1)
-        q_PAH, k_PAH = (rotation.of(x) for x in (q_PAH, k_PAH))
-        return self.proj(segments.attend(q_PAH, k_PAH, v_PAH).flatten(1))
+    @abstractmethod
+    def heads(self, x_PD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Queries, keys and values [P, A, H]."""
+
+
+class FusedAttention(TowerAttention):
+    """One matrix for queries, keys and values."""
+
+    def __init__(self, args: VisionArgs) -> None:
+        super().__init__(args)
+        self.qkv = nn.Linear(args.dim, 3 * args.dim)
+
+    def heads(self, x_PD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.qkv(x_PD).unflatten(-1, (3, self.n_heads, -1)).unbind(1)
 
 
 class Segments:
     """Attention of all patches of a segment (an image or a window) to each other.
 
     Segments of one length are computed as one batch; on a GPU with 16 bits, different lengths by
-    the kernel for packed sequences.
+    the kernel for packed sequences. What depends on the lengths alone is made once, for all layers.
     """
 
     def __init__(self, lengths: Iterable[int], device: torch.device) -> None:
         self._lengths = np.fromiter(lengths, np.int64)
-        self._starts = self._lengths.cumsum() - self._lengths
+        self._sizes = np.unique(self._lengths)
         self._device = device
 
     def attend(self, q_PAH: torch.Tensor, k_PAH: torch.Tensor, v_PAH: torch.Tensor) -> torch.Tensor:
-        sizes = np.unique(self._lengths)
-        if len(sizes) == 1:
-            return _attend_all(q_PAH, k_PAH, v_PAH, int(sizes[0]))
+        if len(self._sizes) == 1:
+            return _attend_all(q_PAH, k_PAH, v_PAH, int(self._sizes[0]))
         if q_PAH.is_cuda and q_PAH.dtype in (torch.bfloat16, torch.float16):
             return self._by_packed_kernel(q_PAH, k_PAH, v_PAH)
-        outputs, order = [], []
-        for size in sizes:
-            starts = self._starts[self._lengths == size]
-            places = (starts[:, None] + np.arange(size)).ravel()
-            index = torch.as_tensor(places, device=self._device)
+        batches, back = self._batches
+        outputs = []
+        for size, index in batches:
             q, k, v = (x.index_select(0, index) for x in (q_PAH, k_PAH, v_PAH))
-            outputs.append(_attend_all(q, k, v, int(size)))
-            order.append(places)
-        back = torch.as_tensor(np.argsort(np.concatenate(order)), device=self._device)
+            outputs.append(_attend_all(q, k, v, size))
         return torch.cat(outputs).index_select(0, back)
+
+    @cached_property
+    def _batches(self) -> tuple[list[tuple[int, torch.Tensor]], torch.Tensor]:
+        """Each length with the patches of its segments, and the way back from their order."""
+        starts = self._lengths.cumsum() - self._lengths
+        batches, order = [], []
+        for size in self._sizes.tolist():
+            places = (starts[self._lengths == size][:, None] + np.arange(size)).ravel()
+            batches.append((size, upload(places, self._device)))
+            order.append(places)
+        return batches, upload(np.argsort(np.concatenate(order)), self._device)
+
+    @cached_property
+    def _bounds(self) -> torch.Tensor:
+        return upload(np.append(0, self._lengths.cumsum()).astype(np.int32), self._device)
 
     def _by_packed_kernel(
         self, q_PAH: torch.Tensor, k_PAH: torch.Tensor, v_PAH: torch.Tensor
     ) -> torch.Tensor:
         from torch.nn.attention.varlen import varlen_attn  # importing it registers operators
 
-        ends = torch.as_tensor(np.append(0, self._lengths.cumsum()), device=self._device).int()
-        longest = int(self._lengths.max())
+        longest = int(self._sizes[-1])
         names = inspect.signature(varlen_attn).parameters
         everything: dict[str, Any] = {"window_size": (-1, -1)} if "window_size" in names else {}
         q, k, v = (x.contiguous() for x in (q_PAH, k_PAH, v_PAH))
-        out = varlen_attn(q, k, v, ends, ends, longest, longest, **everything)
+        bounds = self._bounds
+        out = varlen_attn(q, k, v, bounds, bounds, longest, longest, **everything)
         return cast(torch.Tensor, out)  # no tuple: no log-sum-exp was requested
+
+
+def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """To a GPU by pinned memory: an ordinary copy would wait for all work launched before it."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _attend_all(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, size: int) -> torch.Tensor:
@@ -207,15 +285,13 @@ class Rotation:
     cos_PR: torch.Tensor
     sin_PR: torch.Tensor
 
-    def of(self, x_PAH: torch.Tensor) -> torch.Tensor:
-        return rotate(x_PAH.float(), self.cos_PR, self.sin_PR).to(x_PAH.dtype)
-
 
 def patch_rotation(places_P2: np.ndarray, args: VisionArgs, device: torch.device) -> Rotation:
     """Half of the pairs turn with the row, half with the column."""
+    assert args.rope_theta is not None, "only towers that rotate ask for it"
     head_dim = args.dim // args.n_heads
     exponent = torch.arange(0, head_dim // 2, 2, dtype=torch.float32) / (head_dim // 2)
-    frequency = 1.0 / args.rope_theta**exponent
-    angles_P2F = torch.as_tensor(places_P2, dtype=torch.float32)[:, :, None] * frequency
-    angles_PR = angles_P2F.flatten(1).to(device)
+    frequency = (1.0 / args.rope_theta**exponent).numpy()
+    angles_P2F = places_P2.astype(np.float32)[:, :, None] * frequency
+    angles_PR = upload(angles_P2F.reshape(len(places_P2), -1), device)
     return Rotation(angles_PR.cos(), angles_PR.sin())

@@ -19,6 +19,7 @@ from areal.engine.native.engine import NativeEngine
 from areal.engine.native.sequence import Finished, GenRequest
 from areal.engine.native.tokenizer import ModelText
 from areal.models.common.attention import PackedAttention
+from areal.models.common.image_attention import ImageAttention
 from areal.models.vision.positions import mrope_positions
 from areal.models.vision.tower import Images
 
@@ -73,7 +74,11 @@ def fresh_logprobs(model, req: GenRequest, output: list[int]) -> list[float]:
         sight = model.look(Images(pixels, torch.tensor(grids)))
         rows = (tokens == IMAGE).nonzero().squeeze(1)
     attend = PackedAttention(torch.tensor([0, len(tokens)]), len(tokens))
-    positions = torch.from_numpy(mrope_positions(tokens.numpy(), grids, args))
+    positions = attend.positions_T
+    if args.has_axes:
+        positions = torch.from_numpy(mrope_positions(tokens.numpy(), grids, args))
+    if args.is_bidirectional and req.images is not None:
+        attend = ImageAttention(attend, [(0, *span) for span in req.images.spans])
     logits = model.logits(model(tokens, positions, attend, sight, rows)).double()
     logits[:, list(args.placeholder_ids)] = -torch.inf
     logprobs = torch.log_softmax(logits / req.gconfig.temperature, dim=-1)
@@ -122,15 +127,74 @@ def test_logprobs_equal_a_fresh_forward(text, family, options):
         assert engine.stats()["preemptions"] > 0
 
 
-def test_a_request_does_not_depend_on_what_runs_beside_it(text, models):
+@pytest.fixture(scope="module")
+def square_text(tmp_path_factory):
+    """Of a family whose images have one size, and whose image tokens see each other."""
+    return ModelText(write_seeing_model(tmp_path_factory.mktemp("gemma3"), "gemma3"))
+
+
+def square(*before: int) -> list[int]:
+    return [*before, START, *[IMAGE] * 9, END, 7]
+
+
+def square_requests(text) -> list[GenRequest]:
+    first, second, small, tall = PICTURES
+    return [
+        request(text, "one", square(3, 4), [first]),
+        request(text, "other", square(3, 4), [second], temperature=0.7),
+        request(text, "two", [*square(5), *square(6, 7, 8)], [small, tall], max_new_tokens=20),
+        request(text, "longer", [*square(3, 4), 8, *square(9)], [first, first]),
+        request(text, "words", [5, 6, 7, 8, 9, 10, 11, 12, 13], max_new_tokens=12),
+    ]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"max_prefill_tokens": 9}, {"max_prefill_tokens": 11, "num_pages": 14}, {"page_size": 2}],
+)
+def test_tokens_that_see_all_of_their_image(square_text, options):
+    model = tiny_vision_model("gemma3")
+    engine = make_engine(model, **options)
+    requests = square_requests(square_text)
+    for req in requests:
+        engine.add(req)
+    done = run(engine)
+    again = request(square_text, "again", [*requests[0].input_ids, 9], [PICTURES[0]])
+    engine.add(again)
+    done |= run(engine)
+    for req in [*requests, again]:
+        assert_is_fresh(model, req, done[req.rid])
+    if "num_pages" in options:
+        assert engine.stats()["preemptions"] > 0
+    else:
+        assert done["again"].cached_tokens > 4
+
+
+def test_an_image_that_is_computed_at_once_must_fit(square_text):
+    with pytest.raises(ValueError, match="max_prefill_tokens must be at least 9"):
+        make_engine(tiny_vision_model("gemma3"), max_prefill_tokens=8)
+    with pytest.raises(ValueError, match="images 0 and 1 of a sequence touch"):
+        request(square_text, "r", [START, *[IMAGE] * 18, END], [PICTURES[0]] * 2)
+    with pytest.raises(ValueError, match="expected 1 of token 62, one for each, or 9"):
+        request(square_text, "r", [START, IMAGE, END], [PICTURES[0]])
+    with pytest.raises(ValueError, match=r"no tokenizer"):
+        request(square_text, "r", [5, START, 7], [PICTURES[0]])
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+def test_a_request_does_not_depend_on_what_runs_beside_it(request, family):
+    mixed, wanted = mixed_requests, "text"
+    if family == "gemma3":
+        mixed, wanted = square_requests, "square_text"
+    text, model = request.getfixturevalue(wanted), tiny_vision_model(family)
     alone = {}
-    for req in mixed_requests(text):
-        engine = make_engine(models[0])
+    for req in mixed(text):
+        engine = make_engine(model)
         engine.add(req)
         alone |= run(engine)
-    for options in ({}, {"max_prefill_tokens": 5, "num_pages": 14}):
-        engine = make_engine(models[0], **options)
-        for req in mixed_requests(text):
+    for options in ({}, {"max_prefill_tokens": 9, "num_pages": 14}):
+        engine = make_engine(model, **options)
+        for req in mixed(text):
             engine.add(req)
         together = run(engine)
         for rid, done in alone.items():

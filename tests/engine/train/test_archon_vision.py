@@ -18,17 +18,20 @@ from engine.train.archon_world import (
 )
 from gloo_ranks import run_ranks
 from tiny import tiny_config, write_tiny_model
-from tiny_vision import END, IMAGE, START, VIDEO, image_row, tiny_vision_config
+from tiny_vision import END, IMAGE, START, VIDEO, ImageRow, image_row, tiny_vision_config
 from tiny_vision import write_tiny_vision_model as write_vision
 
 from areal.api.config.train_engine import MicroBatchSpec, TrainEngineConfig
 from areal.api.io_struct import SaveLoadMeta
 from areal.engine.train.fit import check_training
 from areal.engine.train.images import read_images
+from areal.engine.train.micro_batches import split_micro_batches
 from areal.models import decoder_args
+from areal.models.hf_io import read_hf_config
 from areal.utils.data import pack
 
 CONFIG = tiny_vision_config("qwen2_5_vl")
+CONFIGS = {name: tiny_vision_config(name) for name in ("qwen2_5_vl", "qwen3_vl", "gemma3")}
 
 
 @pytest.fixture(scope="module")
@@ -46,11 +49,20 @@ def hybrid_folder(tmp_path_factory) -> str:
     return str(write_vision(tmp_path_factory.mktemp("model"), "qwen3_5_moe"))
 
 
-def image_batch(*, without_images_at: tuple[int, ...] = ()) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def square_folder(tmp_path_factory) -> str:
+    """Of a family whose image tokens see each other."""
+    return str(write_vision(tmp_path_factory.mktemp("model"), "gemma3"))
+
+
+def image_batch(
+    family: str = "qwen2_5_vl", *, without_images_at: tuple[int, ...] = ()
+) -> dict[str, Any]:
     """Seven rows: no image, one, several; rows 1 and 2 are samples of one prompt."""
+    config = CONFIGS[family]
     sizes = [[(4, 6)], [(4, 4)], [(4, 4)], [], [(2, 2), (6, 4)], [], [(2, 6)]]
     rows = [
-        image_row(CONFIG, [] if number in without_images_at else size, seed=number, text=2 + number)
+        image_row(config, [] if number in without_images_at else size, seed=number, text=2 + number)
         for number, size in enumerate(sizes)
     ]
     images = [row.multi_modal_input() for row in rows]
@@ -76,20 +88,27 @@ def their_logprobs(folder: str, batch: dict[str, Any]) -> torch.Tensor:
 
     model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").eval()
     out = torch.zeros(batch["input_ids"].shape)
+    has_videos = model.config.model_type != "gemma3"
+    banned = [IMAGE, START, END, *[VIDEO] * has_videos]
     for number, images in enumerate(batch["multi_modal_input"]):
         tokens = batch["input_ids"][number][batch["attention_mask"][number]].long()
         inputs = {"mm_token_type_ids": (tokens == IMAGE).int()[None], **images} if images else {}
+        if images and model.config.model_type == "gemma3":
+            row = ImageRow(tokens, images["pixel_values"], images["image_grid_thw"])
+            kinds = inputs["mm_token_type_ids"]
+            inputs = {"token_type_ids": kinds, "pixel_values": row.pictures(patch_size=4)}
         with torch.no_grad():
             logits = model(input_ids=tokens[None], **inputs).logits[0]
-        logits[:, [IMAGE, VIDEO, START, END]] = -torch.inf
+        logits[:, banned] = -torch.inf
         logprobs = logits.log_softmax(-1)[:-1].gather(1, tokens[1:, None]).squeeze(1)
         out[number, : len(logprobs)] = logprobs
     return out
 
 
-@pytest.mark.parametrize("which", ["folder", "other_folder", "hybrid_folder"])
+@pytest.mark.parametrize("which", ["folder", "other_folder", "hybrid_folder", "square_folder"])
 def test_log_probabilities_equal_transformers_and_placeholders_have_none(which, request):
-    batch, folder = image_batch(), request.getfixturevalue(which)
+    folder = request.getfixturevalue(which)
+    batch = image_batch(read_hf_config(folder)["model_type"])
     engine = open_engine(folder, "archon:d1")
     found = engine.forward_batch(batch)
     expected, learned = their_logprobs(folder, batch), batch["loss_mask"]
@@ -110,55 +129,83 @@ def test_samples_of_a_prompt_share_one_pass_of_the_tower():
     assert read_images(pack(batch, [3, 5]), args, torch.device("cpu")) is None
 
 
+@pytest.mark.parametrize(
+    ("budget", "n_mbs", "expected"),
+    [
+        (13, 1, [[0, 1], [2, 3]]),  # by length alone 9 + 4 and 8 + 3
+        (11, 1, [[0], [1, 3], [2]]),  # too long to stay together
+        (13, 4, [[0], [1], [2], [3]]),
+    ],
+)
+def test_rows_that_show_one_image_share_a_micro_batch(budget, n_mbs, expected):
+    lengths = torch.tensor([4, 8, 9, 3])
+    mask = torch.arange(9) < lengths[:, None]
+    images = [{"pixel_values": torch.zeros(4, 1)} for _ in range(2)]
+    batch = {
+        "input_ids": mask.int(),
+        "attention_mask": mask,
+        "multi_modal_input": [images[0], images[0], images[1], images[1]],
+    }
+    spec = MicroBatchSpec(max_tokens_per_mb=budget, n_mbs=n_mbs)
+    found = split_micro_batches(batch, spec, torch.device("cpu"))
+    assert [mb.rows for mb in found] == expected
+
+
 def work(engine) -> dict[str, Any]:
     """One step, and one where some rows and whole micro-batches have no image, one without any."""
     found: dict[str, Any] = {"start": weights_of(engine)}
-    batch = image_batch()
+    family = engine.model.args.model_type
+    batch = image_batch(family)
     found["eval"] = engine.eval_batch(own_rows(engine, batch), loss_fn, num_loss_tokens).item()
     found["step"] = train(engine, batch)
     found["after"] = weights_of(engine)
     engine.mb_spec = MicroBatchSpec(max_tokens_per_mb=24)
     # With two data parallel ranks the second has no image at all.
-    found["cut_step"] = train(
-        engine, image_batch(without_images_at=(1, 2, 3, 5)) | no_images_at_1()
-    )
-    text = {**image_batch(without_images_at=tuple(range(7))), "multi_modal_input": [{}] * 7}
+    found["cut_step"] = train(engine, no_images_at_1(family))
+    blind = image_batch(family, without_images_at=tuple(range(7)))
+    text = {**blind, "multi_modal_input": [{}] * 7}
     found["text_step"] = train(engine, text)
     found["end"] = weights_of(engine)
     return found
 
 
-def no_images_at_1() -> dict[str, Any]:
-    batch = image_batch(without_images_at=(1, 2, 3, 5))
+def no_images_at_1(family: str) -> dict[str, Any]:
+    batch = image_batch(family, without_images_at=(1, 2, 3, 5))
     batch["multi_modal_input"][2] = {}
-    return {"multi_modal_input": batch["multi_modal_input"]}
+    return batch
 
 
 def ranks_body(jobs: list[tuple[str, str]], scratch: str) -> None:
-    for folder, backend in jobs:
+    for number, (folder, backend) in enumerate(jobs):
         engine = open_engine(folder, backend)
         found = work(engine)
-        engine.save(SaveLoadMeta(path=f"{scratch}/{backend}-dcp", weight_format="dcp"))
-        engine.save(SaveLoadMeta(path=f"{scratch}/{backend}-hf", weight_format="hf"))
+        engine.save(SaveLoadMeta(path=f"{scratch}/{number}-dcp", weight_format="dcp"))
+        engine.save(SaveLoadMeta(path=f"{scratch}/{number}-hf", weight_format="hf"))
         if dist.get_rank() == 0:
-            torch.save(found, f"{scratch}/{backend}.pt")
+            torch.save(found, f"{scratch}/{number}.pt")
 
 
 def test_two_ranks_train_as_one_and_shard_and_save_the_tower(
-    folder, other_folder, hybrid_folder, tmp_path
+    folder, other_folder, hybrid_folder, square_folder, tmp_path
 ):
-    jobs = [(folder, "archon:d2"), (other_folder, "archon:c2"), (hybrid_folder, "archon:d2e2")]
+    jobs = [
+        (folder, "archon:d2"),
+        (other_folder, "archon:c2"),
+        (hybrid_folder, "archon:d2e2"),
+        (square_folder, "archon:c2"),
+    ]
     run_ranks(2, "engine.train.test_archon_vision:ranks_body", jobs, str(tmp_path), timeout_s=900)
-    for own, backend in jobs:
-        expected, got = work(open_engine(own, "archon:d1")), torch.load(tmp_path / f"{backend}.pt")
-        (name,) = (name for name in got["start"] if name.endswith("patch_embed.proj.weight"))
+    for number, (own, backend) in enumerate(jobs):
+        expected, got = work(open_engine(own, "archon:d1")), torch.load(tmp_path / f"{number}.pt")
+        ends = ("patch_embed.proj.weight", "patch_embedding.weight")
+        (name,) = (name for name in got["start"] if name.endswith(ends))
         assert not torch.allclose(got["start"][name], got["after"][name], atol=1e-4)
         torch.testing.assert_close(
             got, expected, rtol=1e-4, atol=1e-5, msg=lambda m, b=backend: f"{b}: {m}"
         )
         for kind in ("dcp", "hf"):
             engine = open_engine(own, "archon:d1")
-            engine.load(SaveLoadMeta(path=str(tmp_path / f"{backend}-{kind}"), weight_format=kind))
+            engine.load(SaveLoadMeta(path=str(tmp_path / f"{number}-{kind}"), weight_format=kind))
             for name, tensor in engine.hf_weights():
                 assert torch.equal(tensor, got["end"][name]), (backend, kind, name)
 

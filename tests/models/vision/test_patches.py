@@ -6,8 +6,9 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
-from tiny_vision import tiny_vision_config
+from tiny_vision import ImageRow, tiny_vision_config
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from areal.models import decoder_args
@@ -49,6 +50,38 @@ def test_they_are_those_of_transformers(tmp_path, options, sides):
     assert [list(found.grid)] == expected["image_grid_thw"].tolist()
     assert found.pixels.dtype == np.float32
     np.testing.assert_allclose(found.pixels, expected["pixel_values"], atol=1e-6)
+
+
+@pytest.mark.parametrize("sides", [(28, 28), (3, 5), (57, 640)])
+def test_squares_are_those_of_transformers(tmp_path, sides):
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    processor = Gemma3ImageProcessorPil(size={"height": 24, "width": 24})
+    processor.save_pretrained(tmp_path)
+    config = tiny_vision_config("gemma3")
+    rules = rules_for(decoder_args(config).vision, tmp_path)
+    rgb = picture(*sides)
+    expected = processor(images=[Image.fromarray(rgb)], return_tensors="pt")["pixel_values"]
+    found = cut_patches(rgb, rules)
+    assert found.grid == (1, 6, 6)
+    row = ImageRow(None, torch.from_numpy(found.pixels), torch.tensor([found.grid]))
+    torch.testing.assert_close(row.pictures(patch_size=4), expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"do_pan_and_scan": True}, "do_pan_and_scan must be false"),
+        ({"size": {"height": 24, "width": 28}}, "equal sides"),
+        ({"size": {"height": 28, "width": 28}}, "resizes images to 28 pixels"),
+        ({"size": {"height": "24", "width": "24"}}, "square must be a number above 0"),
+    ],
+)
+def test_squares_that_are_not_cut_here_are_refused(tmp_path, change, message):
+    rules = {"image_processor_type": "Gemma3ImageProcessorFast"} | change
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(rules))
+    with pytest.raises(ValueError, match=message):
+        rules_for(decoder_args(tiny_vision_config("gemma3")).vision, tmp_path)
 
 
 @pytest.mark.parametrize("nested", [False, True])

@@ -172,9 +172,12 @@ def rows_attention(
     *,
     window: int | None = None,
     scale: float | None = None,
+    scales: CacheScales | None = None,
+    ahead_T: torch.Tensor | None = None,
 ) -> None:
     """Prefill rows by the decode kernel: row t sees 0..position[t] of pages[chunk[t]], or the last
-    `window` of these.
+    `window` of these. `ahead_T` int32: how many of them are ahead of the row, and not counted by
+    `window`.
 
     A row's bits are those of `decode_attention` with one split; the cost is that every row reads
     all its keys.
@@ -182,9 +185,10 @@ def rows_attention(
     tiles = tiles_for(1, q_TNH.shape[2], q_TNH.dtype, device_of(q_TNH.device))
     for start in range(0, len(q_TNH), _MAX_GRID_ROWS):
         rows = slice(start, start + _MAX_GRID_ROWS)
+        ahead = None if ahead_T is None else ahead_T[rows]
         _launch(
             q_TNH[rows], keys, values, pages_CP, chunk_T[rows], position_T[rows], 1, out_TNH[rows],
-            None, 1, None, tiles, window, scale,
+            None, 1, None, tiles, window, scale, scales, ahead,
         )  # fmt: skip
 
 
@@ -204,6 +208,7 @@ def _launch(
     window: int | None,
     scale: float | None,
     scales: CacheScales | None = None,
+    ahead: torch.Tensor | None = None,
 ) -> None:
     num_rows, num_heads, head_dim = q_RNH.shape
     num_kv_heads, page_size = keys.shape[1:3]
@@ -219,6 +224,7 @@ def _launch(
         slot_R,
         lengths,
         length_by_row,
+        ahead,
         out_RNH,
         partial and partial.acc,
         partial and partial.score_max,
@@ -256,7 +262,9 @@ def _launch(
 # Not specialized, so that decode rows and prefill rows run one binary, for equal bits.
 @triton.jit(
     do_not_specialize=["length_by_row", "table_stride", "window"],
-    do_not_specialize_on_alignment=["page_table", "slots", "lengths", "shared_tokens", "counts"],
+    do_not_specialize_on_alignment=[
+        *["page_table", "slots", "lengths", "ahead", "shared_tokens", "counts"],
+    ],
 )
 def _decode_kernel(
     q,
@@ -268,6 +276,7 @@ def _decode_kernel(
     slots,
     lengths,
     length_by_row,  # 0: number of tokens by slot; 1: position by row
+    ahead,  # by row: tokens that it sees beyond its own; None: 0
     out,
     partial_acc,
     partial_max,
@@ -308,7 +317,8 @@ def _decode_kernel(
 
     begin, end = 0, length
     if WINDOWED:
-        begin = tl.maximum(length - window, 0)
+        reach = window if ahead is None else window + tl.load(ahead + row)
+        begin = tl.maximum(length - reach, 0)
     if SHARED:
         shared = tl.load(shared_tokens + row)
         begin = shared

@@ -265,6 +265,7 @@ class DeviceProgram:
         upload = self.slots.upload
         rows_3T = upload(np.stack([tokens, positions, write]).astype(np.int32))
         attend = self._prefill_attend(lengths, starts, pages_CP, rows_3T[1])
+        attend = self._with_blocks(attend, positions, lengths, pages_CP, chunks)
         rows = Rows(rows_3T[0], rows_3T[1], rows_3T[2])
         rows = self._with_images(rows, positions, chunks)
         if self._states is not None:
@@ -274,19 +275,55 @@ class DeviceProgram:
 
     def _with_images(self, rows: Rows, positions: np.ndarray, chunks: list[Chunk]) -> Rows:
         """With what the chunks' images change, if there are any."""
-        if all(chunk.positions is None for chunk in chunks):
-            return rows
-        rotary_3T, start = np.broadcast_to(positions, (3, len(positions))).copy(), 0
-        for chunk in chunks:
-            end = start + len(chunk.tokens)
-            if chunk.positions is not None:
-                rotary_3T[:, start:end] = chunk.positions
-            start = end
-        rows = replace(rows, positions_T=self.slots.upload(rotary_3T.astype(np.int32)))
+        if any(chunk.positions is not None for chunk in chunks):
+            rotary_3T, start = np.broadcast_to(positions, (3, len(positions))).copy(), 0
+            for chunk in chunks:
+                end = start + len(chunk.tokens)
+                if chunk.positions is not None:
+                    rotary_3T[:, start:end] = chunk.positions
+                start = end
+            rows = replace(rows, positions_T=self.slots.upload(rotary_3T.astype(np.int32)))
         seen = joined_sights(chunks)
         if seen is None:
             return rows
         return replace(rows, sight=seen[0], sight_rows_I=self.slots.upload(seen[1]))
+
+    def _with_blocks(
+        self,
+        attend: Attend,
+        positions: np.ndarray,
+        lengths: np.ndarray,
+        pages_CP: np.ndarray,
+        chunks: list[Chunk],
+    ) -> Attend:
+        """`attend`, after which tokens that see all of their image are computed once more."""
+        if all(chunk.last_visible is None for chunk in chunks):
+            return attend
+        last, start = positions.copy(), 0
+        for chunk in chunks:
+            end = start + len(chunk.tokens)
+            if chunk.last_visible is not None:
+                last[start:end] = chunk.last_visible
+            start = end
+        rows = np.flatnonzero(last > positions)
+        chunk = np.repeat(np.arange(len(chunks)), lengths)
+        columns = np.stack([x[rows] for x in (chunk, last, last - positions)]).astype(np.int32)
+        upload, args, cache = self.slots.upload, self._args, self.cache
+        (chunk_I, last_I, ahead_I), rows_I = upload(columns), upload(rows)
+        pages = upload(pages_CP)
+
+        def attend_twice(layer: int, q_TNH: torch.Tensor, out_TNH: torch.Tensor) -> None:
+            attend(layer, q_TNH, out_TNH)
+            q_INH = q_TNH.index_select(0, rows_I)
+            out_INH = torch.empty_like(q_INH)
+            rows_attention(
+                q_INH, *cache.layer(layer), pages, chunk_I, last_I, out_INH,
+                window=args.window(layer), scale=args.score_scale, scales=cache.scales(layer),
+                ahead_T=ahead_I,
+            )  # fmt: skip
+            out_TNH.index_copy_(0, rows_I, out_INH)
+
+        return attend_twice
 
     def _prefill_attend(
         self,

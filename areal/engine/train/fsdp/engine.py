@@ -27,7 +27,7 @@ from areal.api.alloc_mode import ParallelStrategy
 from areal.api.config.train_engine import OptimizerConfig, TrainEngineConfig
 from areal.engine.train.base import BaseTrainEngine, reshard, run_each
 from areal.engine.train.export import Weights
-from areal.engine.train.fit import check_fsdp
+from areal.engine.train.fit import SEEN_AHEAD, check_fsdp, sees_ahead
 from areal.engine.train.fsdp.images import (
     HfImages,
     check_images,
@@ -174,6 +174,8 @@ class FSDPEngine(BaseTrainEngine[PackedModel, MasterOptimizer]):
             refuse_images(rows, f"this {self._hf_config['model_type']} is no image-text model")
         if self._dims.tp > 1 or self._dims.cp > 1:
             refuse_images(rows, "fsdp computes them with data parallelism alone")
+        if sees_ahead(self._hf_config):
+            refuse_images(rows, SEEN_AHEAD)
         return read_images(data, hf, self.device) if sees else None
 
     def _complete_images(self, mbs: list[MicroBatch]) -> list[MicroBatch]:

@@ -185,6 +185,24 @@ def test_with_one_split_a_row_is_the_same_bits_alone_in_a_batch_and_as_a_prefill
     assert relative_error(out_TNH[:3], wanted) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("window", [None, 5, 50])
+def test_rows_that_see_ahead_count_their_window_from_themselves(window, dtype, device):
+    world = make_paged_world(
+        [90, 40], num_kv_heads=1, head_dim=64, page_size=16, dtype=dtype, device=device
+    )
+    chunks, positions, last = [0, 0, 1], [70, 89, 3], [89, 89, 12]
+    q_TNH = torch.randn(3, 2, 64).to(device, dtype)
+    columns = torch.tensor([chunks, last, [b - a for a, b in zip(positions, last, strict=True)]])
+    chunk_T, last_T, ahead_T = columns.to(device, torch.int32)
+    out_TNH = torch.full_like(q_TNH, float("nan"))
+    caches = (world.keys, world.values, world.table_SP)
+    rows_attention(q_TNH, *caches, chunk_T, last_T, out_TNH, window=window, ahead_T=ahead_T)
+    for row, q_NH in enumerate(q_TNH):
+        reach = None if window is None else window + last[row] - positions[row]
+        wanted = world.attend(q_NH, chunks[row], last[row] + 1, window=reach)
+        assert relative_error(out_TNH[row], wanted) < TOLERANCE[dtype]
+
+
 def test_rows_may_be_part_of_a_wider_tensor(dtype, device):
     lengths = [30, 50]
     world = make_paged_world(

@@ -29,6 +29,7 @@ from areal.engine.native.grammar import GrammarCompiler
 from areal.engine.native.runner import Computed
 from areal.engine.native.sequence import Finished, GenRequest
 from areal.models.common.attention import PackedAttention
+from areal.models.common.image_attention import ImageAttention
 from areal.models.common.moe import recorded_experts
 from areal.models.hf_io import build_model
 from areal.models.vision.patches import Patches
@@ -220,8 +221,12 @@ def image_logprobs(model, req: GenRequest, output: list[int]) -> list[float]:
         pixels = torch.from_numpy(np.concatenate([one.pixels for one in cut]))
         rows = (tokens == args.image_token_id).nonzero().squeeze(1)
         seen = model.look(Images(pixels, torch.tensor(grids))), rows
-    positions = torch.from_numpy(mrope_positions(tokens.numpy(), grids, args))
     attend = PackedAttention(torch.tensor([0, len(tokens)]), len(tokens))
+    positions = attend.positions_T
+    if args.has_axes:
+        positions = torch.from_numpy(mrope_positions(tokens.numpy(), grids, args))
+    elif cut:
+        attend = ImageAttention(attend, [(0, *span) for span in req.images.spans])
     logits = model.logits(model(tokens, positions, attend, *seen)).double()
     logits[:, list(args.placeholder_ids)] = -torch.inf
     rows = range(len(req.input_ids) - 1, len(tokens) - 1)
@@ -231,18 +236,25 @@ def image_logprobs(model, req: GenRequest, output: list[int]) -> list[float]:
 @pytest.mark.filterwarnings("ignore:invalid value encountered in divide")  # rows of padding
 @pytest.mark.parametrize(
     ("family", "sections", "drafts"),
-    [("qwen2_5_vl", [2, 3, 3], False), ("qwen3_vl", [4, 2, 2], True)],
+    [
+        ("qwen2_5_vl", [2, 3, 3], False),
+        ("qwen3_vl", [4, 2, 2], True),
+        ("gemma3", None, False),  # tokens see all of their image, more than their window
+    ],
 )
 @torch.no_grad()
 def test_prompts_with_images_are_what_a_full_forward_gives(monkeypatch, family, sections, drafts):
     """Embeddings and positions in chunks of a prompt, positions of steps, masked draws."""
     monkeypatch.setattr(engine_module, "make_runner", EagerRunner)
     monkeypatch.setattr(program_module, "splits_for", lambda *_: 2)
-    monkeypatch.setattr(EagerRunner, "max_prefill_tokens", 5)
+    monkeypatch.setattr(EagerRunner, "max_prefill_tokens", 5 if sections else 10)
     config = tiny_vision_config(family)
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
     config["text_config"] |= {**heads, "num_hidden_layers": 2}
-    config["text_config"]["rope_parameters"]["mrope_section"] = sections
+    if sections:
+        config["text_config"]["rope_parameters"]["mrope_section"] = sections
+    else:
+        config["text_config"] |= {"sliding_window": 6, "sliding_window_pattern": 2}
     model = build_model(config, device="cpu", dtype=torch.float32)
     model.init_weights(0)
     model.output_weight[list(model.args.vision.placeholder_ids)] *= 30  # and yet never drawn
@@ -250,7 +262,7 @@ def test_prompts_with_images_are_what_a_full_forward_gives(monkeypatch, family, 
         monkeypatch.setattr(Drafts, "best_length", lambda *_: 3)
     engine = NativeEngine(model, page_size=4, num_pages=100, max_running=12, drafts=drafts)
     args = model.args.vision
-    sizes = {"two": [(2, 2), (4, 2)], "words": []}
+    sizes = {"two": [(2, 2), (4, 2)] if sections else [(6, 6), (6, 6)], "words": []}
     requests = {rid: image_request(args, rid, some) for rid, some in sizes.items()}
     for request in requests.values():
         engine.add(request)
