@@ -3,8 +3,8 @@
 Projections that read the same input are adjacent in memory (`fuse_linears`), and each parameter
 becomes a view: loading a weight by name writes where the kernels read.
 
-FP8 weights (models/common/fp8.py) are multiplied with quantized rows: up to 64 by
-skinny_linear.py, more by cuBLAS where it knows such blocks. Elsewhere both factors are made
+FP8 weights (models/common/fp8.py) are multiplied with quantized rows: one by small_linear.py, up to
+64 by skinny_linear.py, more by cuBLAS where it knows such blocks. Elsewhere both factors are made
 bfloat16, in which they are exact.
 """
 
@@ -18,14 +18,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from areal.engine.native.cuda.block_kernels import gate_mul, gate_mul_fp8
+from areal.engine.native.cuda.block_kernels import gate_mul, gate_mul_fp8, quantized
 from areal.engine.native.cuda.fp8_tensors import Fp8Rows, Fp8Weight
 from areal.engine.native.cuda.skinny_linear import (
     SkinnyWorkspace,
     skinny_gate_up,
     skinny_linear,
 )
-from areal.engine.native.cuda.small_linear import small_gate_up, small_linear
+from areal.engine.native.cuda.small_linear import (
+    fp8_row_linear,
+    small_gate_up,
+    small_linear,
+    takes_fp8_row,
+)
 from areal.models.common.fp8 import GROUP, dequantize
 from areal.models.common.fp8_linear import Fp8Linear
 
@@ -83,7 +88,11 @@ class Products:
         device = self.space.sums.device
         activated_TF = torch.empty(len(x_TD), len(weight) // 2, dtype=self.dtype, device=device)
         if isinstance(weight, Fp8Weight):
-            skinny_gate_up(_quantized(x_TD), weight, activation, activated_TF, self.space)
+            rows = _quantized(x_TD)
+            if len(rows) == 1 and takes_fp8_row(weight):
+                fp8_row_linear(rows, weight, None, activated_TF, activation)
+            else:
+                skinny_gate_up(rows, weight, activation, activated_TF, self.space)
             return activated_TF
         assert not isinstance(x_TD, Fp8Rows), "rows are quantized for FP8 weights only"
         if self.by == "small":
@@ -98,12 +107,15 @@ class Products:
         if self.by == "cublas":
             return _many_fp8_rows(x, weight, bias, self.dtype)
         out = torch.empty(len(x), len(weight), dtype=self.dtype, device=x.q_MD.device)
-        skinny_linear(x, weight, bias, out, self.space)
+        if len(x) == 1 and takes_fp8_row(weight):
+            fp8_row_linear(x, weight, bias, out)
+        else:
+            skinny_linear(x, weight, bias, out, self.space)
         return out
 
 
 def _quantized(x_TD: torch.Tensor | Fp8Rows) -> Fp8Rows:
-    return x_TD if isinstance(x_TD, Fp8Rows) else Fp8Rows.of(x_TD)
+    return x_TD if isinstance(x_TD, Fp8Rows) else quantized(x_TD)
 
 
 def _many_fp8_rows(

@@ -11,6 +11,7 @@ from areal.engine.native.cuda.block_kernels import (
     add_rms_norm,
     gate_mul,
     gate_mul_fp8,
+    quantized,
     rms_norm,
     rope_and_cache,
 )
@@ -19,6 +20,7 @@ from areal.engine.native.cuda.fp8_tensors import CacheScales, Fp8Rows, Fp8Weight
 from areal.engine.native.cuda.linear import Products
 from areal.engine.native.cuda.prefill_attention import prefill_attention
 from areal.engine.native.cuda.skinny_linear import SkinnyWorkspace, skinny_gate_up, skinny_linear
+from areal.engine.native.cuda.small_linear import fp8_row_linear, takes_fp8_row
 from areal.models.common.fp8 import FP8, dequantize, quantize_blocks, round_heads
 from areal.models.common.fp8_kernels import quantize_into
 
@@ -43,7 +45,7 @@ def weight_like(weight: torch.Tensor, block_rows: int) -> Fp8Weight:
 def test_rows_are_those_of_plain_torch(shape, dtype, device):
     x = (torch.randn(shape) * 10 ** torch.randn(shape[0], 1)).to(device, dtype)
     x[0] = 0
-    assert_same_rows(Fp8Rows.of(x), x)
+    assert_same_rows(quantized(x), x)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +91,7 @@ def test_products_of_few_rows(shape, block_rows, num_rows, dtype, device):
     x = torch.randn(num_rows, dim).to(device, dtype)
     weight = weight_like((torch.randn(shape) * 0.02).to(device, dtype), block_rows)
     bias = torch.randn(num_out).to(device, dtype)
-    rows = Fp8Rows.of(x)
+    rows = quantized(x)
     factors = [
         dequantize(q.cpu(), scale.cpu(), torch.float64)
         for q, scale in ((rows.q_MD, rows.scale_MG), (weight.q_ND, weight.scale_BG))
@@ -100,7 +102,13 @@ def test_products_of_few_rows(shape, block_rows, num_rows, dtype, device):
     assert_near(out, product + bias.cpu().double())
     gated = torch.full((num_rows, num_out // 2), torch.nan, dtype=dtype, device=device)
     skinny_gate_up(rows, weight, "silu", gated, space)
-    assert_near(gated, F.silu(product[:, : num_out // 2]) * product[:, num_out // 2 :])
+    expected = F.silu(product[:, : num_out // 2]) * product[:, num_out // 2 :]
+    assert_near(gated, expected)
+    if num_rows == 1 and takes_fp8_row(weight):
+        fp8_row_linear(rows, weight, bias, out.fill_(torch.nan))
+        assert_near(out, product + bias.cpu().double())
+        fp8_row_linear(rows, weight, None, gated.fill_(torch.nan), "silu")
+        assert_near(gated, expected)
     many = Products("cublas", space, dtype).project(x, weight, bias)
     assert_near(many, product + bias.cpu().double())
 
