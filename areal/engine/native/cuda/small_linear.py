@@ -70,8 +70,8 @@ _NORMED_LOOPS = (
     (Plan(rows=4, block=512, warps=4), 72),
 )
 
-# One row and an FP8 weight: 32 bytes of it per thread, and as many on their way.
-_FP8_ROWS, _FP8_BLOCK, _FP8_WARPS = 8, 512, 4
+# One row and an FP8 weight: 64 bytes of it per thread, and as many on their way.
+_FP8_ROWS, _FP8_BLOCK = 8, 1024
 
 
 @functools.cache
@@ -169,7 +169,7 @@ def fp8_row_linear(
         GATED=gated,
         ACTIVATION=activation,
         OVERLAP=OVERLAP,
-        num_warps=_FP8_WARPS,
+        num_warps=4,
         launch_pdl=OVERLAP,
     )  # fmt: skip
 
