@@ -43,6 +43,7 @@ _TILE_BYTES = 32 * 1024  # of keys and values
 _FIXED_BYTES = 8 * 1024  # of shared memory, besides queries and tiles
 _SHORT_TILE = 32  # tokens: up to here one more tile is buffered, and none is halved
 _MIN_TILE = 16  # tokens that a tensor-core product sums over
+_FOLDED = 8192  # float32 of splits that a program folds at once: 64 per thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +206,7 @@ def _launch(
 ) -> None:
     num_rows, num_heads, head_dim = q_RNH.shape
     num_kv_heads, page_size = keys.shape[1:3]
+    heads = triton.next_power_of_2(num_heads // num_kv_heads)
     if num_splits == 1:
         partial = None
     _decode_kernel[(num_kv_heads, num_rows, num_splits)](
@@ -234,8 +236,9 @@ def _launch(
         tiles.min_split,
         window or 0,
         GROUP=num_heads // num_kv_heads,
-        HEADS=triton.next_power_of_2(num_heads // num_kv_heads),
-        GROUP_PADDED=max(16, triton.next_power_of_2(num_heads // num_kv_heads)),
+        HEADS=heads,
+        CHUNK=min(num_splits, max(1, _FOLDED // (heads * padded(head_dim)))),
+        GROUP_PADDED=max(16, heads),
         HEAD_DIM=head_dim,
         PADDED=padded(head_dim),
         PAGE_SIZE=page_size,
@@ -283,7 +286,8 @@ def _decode_kernel(
     min_split,
     window,
     GROUP: tl.constexpr,
-    HEADS: tl.constexpr,  # a power of two
+    HEADS: tl.constexpr,  # GROUP, up to a power of two
+    CHUNK: tl.constexpr,  # splits that are folded at once
     GROUP_PADDED: tl.constexpr,  # to the rows of a tensor-core product
     HEAD_DIM: tl.constexpr,
     PADDED: tl.constexpr,
@@ -391,7 +395,7 @@ def _decode_kernel(
                 HEAD_DIM,
                 PADDED,
                 HEADS,
-                CHUNK=min(NUM_SPLITS, 4),
+                CHUNK,
             )
 
 
@@ -409,31 +413,38 @@ def _combine(
 ):
     """Fold the `used` splits of one (row, key/value head), all query heads at once.
 
-    Latency is all: the loads of a chunk of splits are in flight together, and a thread has all that
-    it folds, also its copy of the weights, so that nothing waits at a barrier.
+    Latency is all: the results of a chunk of splits are one load, on their way while the weights
+    are computed.
     """
-    head_M1, dim_1H = tl.arange(0, HEADS)[:, None], tl.arange(0, PADDED)[None, :]
-    real_MH = (head_M1 < GROUP) & (dim_1H < HEAD_DIM)
-    place_MH = head_M1 * HEAD_DIM + dim_1H
-    head_MH = head_M1 + tl.zeros([1, PADDED], tl.int32)
-    best_MH = tl.full([HEADS, PADDED], float("-inf"), tl.float32)
-    total_MH = tl.zeros([HEADS, PADDED], tl.float32)
+    index_S, head_M = tl.arange(0, CHUNK), tl.arange(0, HEADS)
+    dim_H = tl.arange(0, PADDED)
+    real_MH = (head_M < GROUP)[:, None] & (dim_H < HEAD_DIM)[None, :]
+    place_MH = head_M[:, None] * HEAD_DIM + dim_H[None, :]
+    best_M = tl.full([HEADS], float("-inf"), tl.float32)
+    total_M = tl.zeros([HEADS], tl.float32)
     sum_MH = tl.zeros([HEADS, PADDED], tl.float32)
     for begin in range(0, used, CHUNK):
-        for index in tl.static_range(CHUNK):  # pyright: ignore[reportGeneralTypeIssues]  # unrolled
-            there_MH = real_MH & (begin + index < used)
-            entry = (begin + index) * GROUP
-            # ".cg" reads from the L2 cache, which has the other programs' stores.
-            weight_MH = tl.load(
-                partial_weight + entry + head_MH, there_MH, float("-inf"), cache_modifier=".cg"
-            )
-            result_MH = tl.load(
-                partial_result + entry * HEAD_DIM + place_MH, there_MH, 0.0, cache_modifier=".cg"
-            )
-            new_best_MH = tl.maximum(best_MH, weight_MH)
-            shrink_MH = tl.exp2(best_MH - new_best_MH)
-            weight_MH = tl.exp2(weight_MH - new_best_MH)
-            total_MH = total_MH * shrink_MH + weight_MH
-            sum_MH = sum_MH * shrink_MH + result_MH * weight_MH
-            best_MH = new_best_MH
-    tl.store(out + place_MH, (sum_MH / total_MH).to(out.dtype.element_ty), real_MH)
+        there_S = begin + index_S < used
+        entry_S = (begin + index_S) * GROUP
+        # ".cg" reads from the L2 cache, which has the other programs' stores.
+        result_SMH = tl.load(
+            partial_result + (entry_S * HEAD_DIM)[:, None, None] + place_MH[None],
+            there_S[:, None, None] & real_MH[None],
+            0.0,
+            cache_modifier=".cg",
+        )
+        log_SM = tl.load(
+            partial_weight + entry_S[:, None] + head_M[None, :],
+            there_S[:, None] & (head_M < GROUP)[None, :],
+            float("-inf"),
+            cache_modifier=".cg",
+        )
+        new_best_M = tl.maximum(best_M, tl.max(log_SM, 0))
+        shift_M = tl.where(head_M < GROUP, new_best_M, 0.0)  # -inf - -inf would be NaN
+        weight_SM = tl.exp2(log_SM - shift_M[None, :])
+        shrink_M = tl.exp2(best_M - shift_M)
+        total_M = total_M * shrink_M + tl.sum(weight_SM, 0)
+        sum_MH = sum_MH * shrink_M[:, None] + tl.sum(result_SMH * weight_SM[:, :, None], 0)
+        best_M = new_best_M
+    result_MH = (sum_MH / total_M[:, None]).to(out.dtype.element_ty)
+    tl.store(out + place_MH, result_MH, real_MH)

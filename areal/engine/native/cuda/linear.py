@@ -3,8 +3,8 @@
 Projections that read the same input are adjacent in memory (`fuse_linears`), and each parameter
 becomes a view: loading a weight by name writes where the kernels read.
 
-FP8 weights (models/common/fp8.py) are multiplied with quantized rows: one by small_linear.py, up to
-64 by skinny_linear.py, more by cuBLAS where it knows such blocks. Elsewhere both factors are made
+FP8 weights (models/common/fp8.py) are multiplied with quantized rows: up to 64 by
+skinny_linear.py, more by cuBLAS where it knows such blocks. Elsewhere both factors are made
 bfloat16, in which they are exact.
 """
 
@@ -25,12 +25,7 @@ from areal.engine.native.cuda.skinny_linear import (
     skinny_gate_up,
     skinny_linear,
 )
-from areal.engine.native.cuda.small_linear import (
-    fp8_row_linear,
-    small_gate_up,
-    small_linear,
-    takes_fp8_row,
-)
+from areal.engine.native.cuda.small_linear import small_gate_up, small_linear
 from areal.models.common.fp8 import GROUP, dequantize
 from areal.models.common.fp8_linear import Fp8Linear
 
@@ -88,11 +83,7 @@ class Products:
         device = self.space.sums.device
         activated_TF = torch.empty(len(x_TD), len(weight) // 2, dtype=self.dtype, device=device)
         if isinstance(weight, Fp8Weight):
-            rows = _quantized(x_TD)
-            if len(rows) == 1 and takes_fp8_row(weight):
-                fp8_row_linear(rows, weight, None, activated_TF, activation)
-            else:
-                skinny_gate_up(rows, weight, activation, activated_TF, self.space)
+            skinny_gate_up(_quantized(x_TD), weight, activation, activated_TF, self.space)
             return activated_TF
         assert not isinstance(x_TD, Fp8Rows), "rows are quantized for FP8 weights only"
         if self.by == "small":
@@ -107,10 +98,7 @@ class Products:
         if self.by == "cublas":
             return _many_fp8_rows(x, weight, bias, self.dtype)
         out = torch.empty(len(x), len(weight), dtype=self.dtype, device=x.q_MD.device)
-        if len(x) == 1 and takes_fp8_row(weight):
-            fp8_row_linear(x, weight, bias, out)
-        else:
-            skinny_linear(x, weight, bias, out, self.space)
+        skinny_linear(x, weight, bias, out, self.space)
         return out
 
 

@@ -3,7 +3,6 @@
     small_linear    out = x W' (+ bias) (+ residual, which may be `out` itself)
     norm_linear     the same of rms_norm(x)
     small_gate_up   activation(y W1') * (y W3'), y = x or rms_norm(x), W1 above W3 in one weight
-    fp8_row_linear  the first and the last of one quantized row and an FP8 weight
 
 A program computes a few outputs of every row of x and loops over D. One row multiplies on the CUDA
 cores, with the next tile of the weight in registers; if a tile spans D, x is read and normed once
@@ -34,8 +33,6 @@ from triton.language.extra import cuda
 
 from areal.engine.native.cuda.block_kernels import Norm, gate, load_norm
 from areal.engine.native.cuda.device import OVERLAP, Device, device_of
-from areal.engine.native.cuda.fp8_tensors import Fp8Rows, Fp8Weight
-from areal.models.common.fp8 import GROUP
 
 MAX_ROWS = 8
 
@@ -69,9 +66,6 @@ _NORMED_LOOPS = (
     (Plan(rows=8, block=512, warps=4), 128),
     (Plan(rows=4, block=512, warps=4), 72),
 )
-
-# One row and an FP8 weight: 64 bytes of it per thread, and as many on their way.
-_FP8_ROWS, _FP8_BLOCK = 8, 1024
 
 
 @functools.cache
@@ -140,38 +134,6 @@ def small_gate_up(
     plan: Plan | None = None,
 ) -> None:
     _launch(x_MD, norm, weight_2FD, None, None, out_MF, plan, activation)
-
-
-def takes_fp8_row(weight: Fp8Weight) -> bool:
-    """Whether the rows of a program share their scales."""
-    return weight.block_rows >= _FP8_ROWS
-
-
-def fp8_row_linear(
-    x: Fp8Rows,
-    weight: Fp8Weight,
-    bias_N: torch.Tensor | None,
-    out_1N: torch.Tensor,
-    activation: str | None = None,
-) -> None:
-    """`activation`: the weight has gates above ups, and `out` is gated."""
-    assert len(x) == 1 and takes_fp8_row(weight), weight.block_rows
-    dim, gated = weight.q_ND.shape[1], activation is not None
-    rows = _FP8_ROWS // 2 if gated else _FP8_ROWS  # of the gates, and of the ups
-    _fp8_row_kernel[(triton.cdiv(out_1N.shape[1], rows),)](
-        x.q_MD, x.scale_MG, weight.q_ND, weight.scale_BG, bias_N, out_1N,
-        out_1N.shape[1], dim, weight.scale_BG.shape[1], x.scale_MG.stride(1),
-        BLOCK_ROWS=weight.block_rows,
-        ROWS=rows,
-        BLOCK=_FP8_BLOCK,
-        GROUP=GROUP,
-        BIAS=bias_N is not None,
-        GATED=gated,
-        ACTIVATION=activation,
-        OVERLAP=OVERLAP,
-        num_warps=4,
-        launch_pdl=OVERLAP,
-    )  # fmt: skip
 
 
 def _launch(x_MD, norm, weight, bias_N, residual_MN, out_MN, plan, activation=None) -> None:
@@ -351,54 +313,3 @@ def _few_rows_kernel(
     if RESIDUAL:
         y = y.to(dtype).to(tl.float32) + tl.load(residual_ptr + place, written).to(tl.float32)
     tl.store(out_ptr + place, y.to(dtype), written)
-
-
-@triton.jit
-def _fp8_row_kernel(
-    x_ptr, x_scale_ptr, weight_ptr, weight_scale_ptr, bias_ptr, out_ptr, N, D, G, x_scale_stride,
-    BLOCK_ROWS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
-    BIAS: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """Rows of a program share the scales of a block, which are factors of x then: all scales are
-    powers of two, so nothing is rounded."""
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    first = tl.program_id(0) * ROWS
-    column = tl.arange(0, BLOCK)
-    row = tl.minimum(first + tl.arange(0, ROWS), N - 1).to(tl.int64)
-    gate_ptr = weight_ptr + row[:, None] * D + column[None, :]
-    up_ptr = gate_ptr + N.to(tl.int64) * D
-    gate_scale_ptr = weight_scale_ptr + first // BLOCK_ROWS * G
-    up_scale_ptr = weight_scale_ptr + (N + first) // BLOCK_ROWS * G
-    gates = tl.load(gate_ptr, (column < D)[None, :], 0.0, eviction_policy="evict_first")
-    if GATED:
-        ups = tl.load(up_ptr, (column < D)[None, :], 0.0, eviction_policy="evict_first")
-    if OVERLAP:
-        cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
-    gate_sums = tl.zeros([ROWS, BLOCK], tl.float32)
-    up_sums = tl.zeros([ROWS, BLOCK], tl.float32)
-    for start in range(0, D, BLOCK):
-        # The next tiles are on their way while these are multiplied.
-        ahead = (start + BLOCK + column < D)[None, :]
-        gate_ptr += BLOCK
-        next_gates = tl.load(gate_ptr, ahead, 0.0, eviction_policy="evict_first")
-        if GATED:
-            up_ptr += BLOCK
-            next_ups = tl.load(up_ptr, ahead, 0.0, eviction_policy="evict_first")
-        inside, group = start + column < D, (start + column) // GROUP
-        x = tl.load(x_ptr + start + column, inside, 0.0).to(tl.float32)
-        x *= tl.load(x_scale_ptr + group * x_scale_stride, inside, 0.0)
-        gate_x = x * tl.load(gate_scale_ptr + group, inside, 0.0)
-        gate_sums += gates.to(tl.float32) * gate_x[None, :]
-        gates = next_gates
-        if GATED:
-            up_x = x * tl.load(up_scale_ptr + group, inside, 0.0)
-            up_sums += ups.to(tl.float32) * up_x[None, :]
-            ups = next_ups
-    y = tl.sum(gate_sums, axis=1)
-    if GATED:
-        y = gate(y, tl.sum(up_sums, axis=1), dtype, ACTIVATION)
-    output = first + tl.arange(0, ROWS)
-    if BIAS:
-        y += tl.load(bias_ptr + output, output < N, 0.0).to(tl.float32)
-    tl.store(out_ptr + output, y.to(dtype), output < N)
