@@ -203,6 +203,38 @@ def _gate_mul_kernel(
     tl.store(out_ptr + row * F + column, y.to(out_ptr.dtype.element_ty), inside)
 
 
+def quantized(x_TD: torch.Tensor) -> Fp8Rows:
+    """Contiguous rows in FP8."""
+    num_rows, dim = x_TD.shape
+    out = Fp8Rows.like(x_TD)
+    _quantize_kernel[(num_rows, triton.cdiv(dim, _GATE_BLOCK))](
+        x_TD, out.q_MD, out.scale_MG, dim, out.scale_MG.stride(1),
+        BLOCK=_GATE_BLOCK,
+        GROUP=GROUP,
+        OVERLAP=OVERLAP,
+        num_warps=4,
+        launch_pdl=OVERLAP,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _quantize_kernel(
+    x_ptr, out_ptr, scale_ptr, D, scale_stride,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    if OVERLAP:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * D + column, column < D, 0.0).to(tl.float32)
+    x, scale = _quantized(x, BLOCK // GROUP, GROUP)
+    group = tl.program_id(1) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+    tl.store(scale_ptr + group * scale_stride + row, scale, group * GROUP < D)
+    tl.store(out_ptr + row * D + column, x.to(out_ptr.dtype.element_ty), column < D)
+
+
 def softcap_(logits_TV: torch.Tensor, cap: float) -> None:
     """cap * tanh(logits / cap), in place, of contiguous rows."""
     num_rows, width = logits_TV.shape

@@ -9,11 +9,11 @@ memory latency. Of the short tiles of wide heads it buffers three, and two progr
 256, 256 rows of 512 tokens are read at 88 % of the speed of a copy, with tiles of 64 at 78 %.
 
 Long rows are cut into splits, so that few rows fill the device and one long row does not delay the
-others: each split writes (max, sum, acc) to the workspace, and the last program of a (row, head)
-folds them in split order: one launch, and the same bits at every replay. With one split a row's
-result depends on the row alone. For rows that share a prompt, the first split starts from the
-result of `prompt_attention`. With a sliding window a row starts at the first token it sees; rows
-that share a prompt see different parts of it then, so they read it alone.
+others: each split writes its result and the logarithm of its weight to the workspace, and the last
+program of a (row, head) folds them in split order: one launch, and the same bits at every replay.
+With one split a row's result depends on the row alone. For rows that share a prompt, the first
+split starts from the result of `prompt_attention`. With a sliding window a row starts at the first
+token it sees; rows that share a prompt see different parts of it then, so they read it alone.
 
 Shapes: R rows, S slots, P pages per slot, N query heads, K key/value heads, G = N / K, H head dim.
 """
@@ -43,6 +43,7 @@ _TILE_BYTES = 32 * 1024  # of keys and values
 _FIXED_BYTES = 8 * 1024  # of shared memory, besides queries and tiles
 _SHORT_TILE = 32  # tokens: up to here one more tile is buffered, and none is halved
 _MIN_TILE = 16  # tokens that a tensor-core product sums over
+_FOLDED = 8192  # float32 of splits that a program folds at once: 64 per thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +90,8 @@ def splits_for(num_rows: int, num_kv_heads: int, device: Device) -> int:
 class Workspace:
     """Partial results of splits. One workspace serves all launches of a stream, in order."""
 
-    acc: torch.Tensor  # [X, H] float32, X: (row, key/value head, split, query head of the group)
-    score_max: torch.Tensor  # [X] float32
-    weight_sum: torch.Tensor  # [X] float32
+    result: torch.Tensor  # [X, H] float32, X: (row, key/value head, split, query head of the group)
+    log_weight: torch.Tensor  # [X] float32, in base 2
     arrived: torch.Tensor  # [R * K] int32, 0 between launches
 
     @classmethod
@@ -110,10 +110,9 @@ class Workspace:
             rows * (num_splits or splits_for(rows, num_kv_heads, properties))
             for rows in range(1, max_rows + 1)
         )
-        acc = torch.empty(pairs * num_heads, head_dim, dtype=torch.float32, device=device)
-        score_max, weight_sum = acc.new_empty(2, len(acc))
+        result = torch.empty(pairs * num_heads, head_dim, dtype=torch.float32, device=device)
         arrived = torch.zeros(max_rows * num_kv_heads, dtype=torch.int32, device=device)
-        return cls(acc, score_max, weight_sum, arrived)
+        return cls(result, result.new_empty(len(result)), arrived)
 
 
 def decode_attention(
@@ -212,6 +211,7 @@ def _launch(
 ) -> None:
     num_rows, num_heads, head_dim = q_RNH.shape
     num_kv_heads, page_size = keys.shape[1:3]
+    heads = triton.next_power_of_2(num_heads // num_kv_heads)
     if num_splits == 1:
         partial = None
     _decode_kernel[(num_kv_heads, num_rows, num_splits)](
@@ -226,9 +226,8 @@ def _launch(
         length_by_row,
         ahead,
         out_RNH,
-        partial and partial.acc,
-        partial and partial.score_max,
-        partial and partial.weight_sum,
+        partial and partial.result,
+        partial and partial.log_weight,
         partial and partial.arrived,
         shared and shared.shared_R,
         shared and shared.counts,
@@ -243,7 +242,9 @@ def _launch(
         tiles.min_split,
         window or 0,
         GROUP=num_heads // num_kv_heads,
-        GROUP_PADDED=max(16, triton.next_power_of_2(num_heads // num_kv_heads)),
+        HEADS=heads,
+        CHUNK=min(num_splits, max(1, _FOLDED // (heads * padded(head_dim)))),
+        GROUP_PADDED=max(16, heads),
         HEAD_DIM=head_dim,
         PADDED=padded(head_dim),
         PAGE_SIZE=page_size,
@@ -278,9 +279,8 @@ def _decode_kernel(
     length_by_row,  # 0: number of tokens by slot; 1: position by row
     ahead,  # by row: tokens that it sees beyond its own; None: 0
     out,
-    partial_acc,
-    partial_max,
-    partial_sum,
+    partial_result,
+    partial_weight,
     arrived,
     shared_tokens,
     counts,
@@ -295,7 +295,9 @@ def _decode_kernel(
     min_split,
     window,
     GROUP: tl.constexpr,
-    GROUP_PADDED: tl.constexpr,
+    HEADS: tl.constexpr,  # GROUP, up to a power of two
+    CHUNK: tl.constexpr,  # splits that are folded at once
+    GROUP_PADDED: tl.constexpr,  # to the rows of a tensor-core product
     HEAD_DIM: tl.constexpr,
     PADDED: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -306,15 +308,12 @@ def _decode_kernel(
     WINDOWED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    if OVERLAP:
-        cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
     kv_head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
+    # No kernel of a forward writes these: they are read before the previous kernel has ended.
     slot = tl.load(slots + row).to(tl.int64)
     length = tl.load(lengths + tl.where(length_by_row != 0, row, slot)) + length_by_row
-
     begin, end = 0, length
     if WINDOWED:
         reach = window if ahead is None else window + tl.load(ahead + row)
@@ -322,6 +321,9 @@ def _decode_kernel(
     if SHARED:
         shared = tl.load(shared_tokens + row)
         begin = shared
+    if OVERLAP:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
     used = 1
     if NUM_SPLITS > 1:
         own = length - begin
@@ -386,9 +388,9 @@ def _decode_kernel(
     elif NUM_SPLITS > 1:
         pair = row * tl.num_programs(0) + kv_head
         entry_M = (pair * NUM_SPLITS + split) * GROUP + head_M
-        tl.store(partial_max + entry_M, max_M, mask=head_M < GROUP)
-        tl.store(partial_sum + entry_M, sum_M, mask=head_M < GROUP)
-        tl.store(partial_acc + entry_M[:, None] * HEAD_DIM + dim_H[None, :], acc_MH, mask=real_MH)
+        tl.store(partial_weight + entry_M, max_M + tl.log2(sum_M), mask=head_M < GROUP)
+        result_ptr = partial_result + entry_M[:, None] * HEAD_DIM + dim_H[None, :]
+        tl.store(result_ptr, acc_MH / sum_M[:, None], mask=real_MH)
         # Orders the stores of all threads before one thread's release of the counter.
         tl.debug_barrier()
         if tl.atomic_add(arrived + pair, 1, sem="acq_rel") == used - 1:
@@ -396,51 +398,63 @@ def _decode_kernel(
             first = pair * NUM_SPLITS * GROUP
             _combine(
                 out + kv_head * GROUP * HEAD_DIM,
-                partial_acc + first * HEAD_DIM,
-                partial_max + first,
-                partial_sum + first,
+                partial_result + first * HEAD_DIM,
+                partial_weight + first,
                 used,
                 GROUP,
                 HEAD_DIM,
                 PADDED,
-                NUM_SPLITS,
+                HEADS,
+                CHUNK,
             )
 
 
 @triton.jit
 def _combine(
     out,
-    partial_acc,
-    partial_max,
-    partial_sum,
+    partial_result,
+    partial_weight,
     used,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    HEADS: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
-    """Fold the `used` splits of one (row, key/value head), per query head and `WIDTH` columns of
-    it: with more, those of 64 splits would not fit into registers."""
-    WIDTH: tl.constexpr = min(PADDED, 128)  # pyright: ignore[reportAssignmentType]
-    split_S = tl.arange(0, NUM_SPLITS)
-    there_S = split_S < used
-    for head in tl.static_range(GROUP):  # pyright: ignore[reportGeneralTypeIssues]  # unrolled
-        entry_S = split_S * GROUP + head
+    """Fold the `used` splits of one (row, key/value head), all query heads at once.
+
+    Latency is all: the results of a chunk of splits are one load, on their way while the weights
+    are computed.
+    """
+    index_S, head_M = tl.arange(0, CHUNK), tl.arange(0, HEADS)
+    dim_H = tl.arange(0, PADDED)
+    real_MH = (head_M < GROUP)[:, None] & (dim_H < HEAD_DIM)[None, :]
+    place_MH = head_M[:, None] * HEAD_DIM + dim_H[None, :]
+    best_M = tl.full([HEADS], float("-inf"), tl.float32)
+    total_M = tl.zeros([HEADS], tl.float32)
+    sum_MH = tl.zeros([HEADS, PADDED], tl.float32)
+    for begin in range(0, used, CHUNK):
+        there_S = begin + index_S < used
+        entry_S = (begin + index_S) * GROUP
         # ".cg" reads from the L2 cache, which has the other programs' stores.
-        max_S = tl.load(
-            partial_max + entry_S, mask=there_S, other=float("-inf"), cache_modifier=".cg"
+        result_SMH = tl.load(
+            partial_result + (entry_S * HEAD_DIM)[:, None, None] + place_MH[None],
+            there_S[:, None, None] & real_MH[None],
+            0.0,
+            cache_modifier=".cg",
         )
-        sum_S = tl.load(partial_sum + entry_S, mask=there_S, other=0.0, cache_modifier=".cg")
-        for start in tl.static_range(0, PADDED, WIDTH):  # pyright: ignore[reportGeneralTypeIssues]
-            dim_W = start + tl.arange(0, WIDTH)
-            # Before the reductions, which wait: one latency of memory instead of two.
-            acc_SW = tl.load(
-                partial_acc + entry_S[:, None] * HEAD_DIM + dim_W[None, :],
-                mask=there_S[:, None] & (dim_W < HEAD_DIM)[None, :],
-                other=0.0,
-                cache_modifier=".cg",
-            )
-            weight_S = tl.exp2(max_S - tl.max(max_S, 0))
-            total = tl.sum(sum_S * weight_S, 0)
-            result_W = (tl.sum(acc_SW * weight_S[:, None], 0) / total).to(out.dtype.element_ty)
-            tl.store(out + head * HEAD_DIM + dim_W, result_W, mask=dim_W < HEAD_DIM)
+        log_SM = tl.load(
+            partial_weight + entry_S[:, None] + head_M[None, :],
+            there_S[:, None] & (head_M < GROUP)[None, :],
+            float("-inf"),
+            cache_modifier=".cg",
+        )
+        new_best_M = tl.maximum(best_M, tl.max(log_SM, 0))
+        shift_M = tl.where(head_M < GROUP, new_best_M, 0.0)  # -inf - -inf would be NaN
+        weight_SM = tl.exp2(log_SM - shift_M[None, :])
+        shrink_M = tl.exp2(best_M - shift_M)
+        total_M = total_M * shrink_M + tl.sum(weight_SM, 0)
+        sum_MH = sum_MH * shrink_M[:, None] + tl.sum(result_SMH * weight_SM[:, :, None], 0)
+        best_M = new_best_M
+    result_MH = (sum_MH / total_M[:, None]).to(out.dtype.element_ty)
+    tl.store(out + place_MH, result_MH, real_MH)

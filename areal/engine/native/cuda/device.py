@@ -7,9 +7,10 @@ the same bits. Nothing is timed at run time. The rules beside the kernels fill t
 
 With `OVERLAP` a kernel is launched with `launch_pdl=True` and may start while the previous one
 still runs (programmatic dependent launch, Hopper and later). Every such kernel calls `gdc_wait`
-before it accesses anything but weights, and only then `gdc_launch_dependents`: so the kernel before
-the previous one has always ended, and any kernel but the previous one may write weights. A forward
-starts with ordinary launches (embedding), so a weight update always ends first.
+before it accesses anything but weights and what no kernel of a forward writes (slots, lengths), and
+only then `gdc_launch_dependents`: so the kernel before the previous one has always ended, and any
+kernel but the previous one may write these. A forward starts with ordinary launches (embedding), so
+a weight update, or the step before, always ends first.
 """
 
 from __future__ import annotations

@@ -30,12 +30,6 @@ class Fp8Rows:
         num_rows, dim = x_MD.shape
         return cls.empty(num_rows, dim, x_MD.device)
 
-    @classmethod
-    def of(cls, x_MD: torch.Tensor) -> Fp8Rows:
-        rows = cls.like(x_MD)
-        fp8_kernels.quantize_into(x_MD, rows.q_MD, rows.scale_MG)
-        return rows
-
     def with_padding(self) -> Fp8Rows:
         """These rows and the undefined ones after them, a multiple of 16 together."""
         q_MD, scale_MG, room = self.q_MD, self.scale_MG, self.scale_MG.stride(1)

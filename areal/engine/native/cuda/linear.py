@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.functional import ScalingType, scaled_mm
 
-from areal.engine.native.cuda.block_kernels import gate_mul, gate_mul_fp8
+from areal.engine.native.cuda.block_kernels import gate_mul, gate_mul_fp8, quantized
 from areal.engine.native.cuda.fp8_tensors import Fp8Rows, Fp8Weight
 from areal.engine.native.cuda.skinny_linear import (
     SkinnyWorkspace,
@@ -104,7 +104,7 @@ class Products:
 
 
 def _quantized(x_TD: torch.Tensor | Fp8Rows) -> Fp8Rows:
-    return x_TD if isinstance(x_TD, Fp8Rows) else Fp8Rows.of(x_TD)
+    return x_TD if isinstance(x_TD, Fp8Rows) else quantized(x_TD)
 
 
 def _many_fp8_rows(

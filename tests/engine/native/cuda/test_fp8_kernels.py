@@ -11,6 +11,7 @@ from areal.engine.native.cuda.block_kernels import (
     add_rms_norm,
     gate_mul,
     gate_mul_fp8,
+    quantized,
     rms_norm,
     rope_and_cache,
 )
@@ -43,7 +44,7 @@ def weight_like(weight: torch.Tensor, block_rows: int) -> Fp8Weight:
 def test_rows_are_those_of_plain_torch(shape, dtype, device):
     x = (torch.randn(shape) * 10 ** torch.randn(shape[0], 1)).to(device, dtype)
     x[0] = 0
-    assert_same_rows(Fp8Rows.of(x), x)
+    assert_same_rows(quantized(x), x)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +91,7 @@ def test_products_of_few_rows(shape, block_rows, num_rows, dtype, device):
     x = torch.randn(num_rows, dim).to(device, dtype)
     weight = weight_like((torch.randn(shape) * 0.02).to(device, dtype), block_rows)
     bias = torch.randn(num_out).to(device, dtype)
-    rows = Fp8Rows.of(x)
+    rows = quantized(x)
     factors = [
         dequantize(q.cpu(), scale.cpu(), torch.float64)
         for q, scale in ((rows.q_MD, rows.scale_MG), (weight.q_ND, weight.scale_BG))
