@@ -43,7 +43,7 @@ _TILE_BYTES = 32 * 1024  # of keys and values
 _FIXED_BYTES = 8 * 1024  # of shared memory, besides queries and tiles
 _SHORT_TILE = 32  # tokens: up to here one more tile is buffered, and none is halved
 _MIN_TILE = 16  # tokens that a tensor-core product sums over
-_FOLDED = 8192  # float32 of splits that a program folds at once: 64 per thread
+_FOLDED = 16384  # float32 of splits that a program folds at once: 128 per thread
 
 
 @dataclass(frozen=True, slots=True)

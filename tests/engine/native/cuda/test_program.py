@@ -240,6 +240,7 @@ def image_logprobs(model, req: GenRequest, output: list[int]) -> list[float]:
         ("qwen2_5_vl", [2, 3, 3], False),
         ("qwen3_vl", [4, 2, 2], True),
         ("gemma3", None, False),  # tokens see all of their image, more than their window
+        ("qwen3_5", [2, 2, 2], False),  # three quarters of a head are rotated
     ],
 )
 @torch.no_grad()
@@ -251,6 +252,8 @@ def test_prompts_with_images_are_what_a_full_forward_gives(monkeypatch, family, 
     config = tiny_vision_config(family)
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
     config["text_config"] |= {**heads, "num_hidden_layers": 2}
+    if family == "qwen3_5":
+        config["text_config"] |= {key: HYBRID[key] for key in HYBRID if "linear" in key}
     if sections:
         config["text_config"]["rope_parameters"]["mrope_section"] = sections
     else:
