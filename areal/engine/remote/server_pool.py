@@ -15,12 +15,10 @@ held for long.
 
 Copies of the client in other processes start no server; a file tells them what became of one:
 
-    owner (the controller)               writes: address of each lost server -> its replacement, or
-                                         none; servers that joined, and those that drain; or why
-                                         there is no server any more
-    copy (training rank, rollout worker) reads: before it sends, when the file has changed; after a
-                                         lost connection, until the server is in the file or answers
-                                         again
+    owner (controller)   writes: address of each lost server -> its replacement, or none; servers
+                         that joined, and those that drain; or why there is no server any more
+    copy (rank, worker)  reads: before it sends, when the file has changed; after a lost connection,
+                         until the server is in the file or answers again
 
 A server that is to leave drains first: it gets no more requests, but takes part in weight updates
 until its last one has ended.
@@ -135,9 +133,7 @@ class ServerPool:
         """`serving`, `draining` or `restarting`, by address. Does not wait for a restart."""
         states = dict.fromkeys(self.addresses, "serving")
         states |= dict.fromkeys(self._draining & states.keys(), "draining")
-        if self._restarting in states:
-            states[self._restarting] = "restarting"
-        return states
+        return states | {one: "restarting" for one in states if one == self._restarting}
 
     def follow_owner(self) -> None:
         """A copy learns which servers joined and left. Costs one `stat` while nothing changes, and

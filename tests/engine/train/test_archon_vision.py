@@ -31,7 +31,8 @@ from areal.models.hf_io import read_hf_config
 from areal.utils.data import pack
 
 CONFIG = tiny_vision_config("qwen2_5_vl")
-CONFIGS = {name: tiny_vision_config(name) for name in ("qwen2_5_vl", "qwen3_vl", "gemma3")}
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5_moe", "gemma3")
+CONFIGS = {name: tiny_vision_config(name) for name in FAMILIES}
 
 
 @pytest.fixture(scope="module")

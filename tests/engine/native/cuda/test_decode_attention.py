@@ -49,7 +49,7 @@ def make_workspace(q_RNH, world, num_splits):
     workspace = Workspace.make(
         num_rows, num_heads, world.keys.shape[1], head_dim, q_RNH.device, num_splits
     )
-    for part in (workspace.acc, workspace.score_max, workspace.weight_sum):
+    for part in (workspace.result, workspace.log_weight):
         part.fill_(float("nan"))
     return workspace
 
@@ -129,7 +129,7 @@ def test_the_tiles_of_full_batches_split_long_rows_only(num_splits, dtype, devic
     out_RNH = decode(world, q_RNH, slots, lengths, num_splits, workspace=workspace)
     wanted = reference(world, q_RNH, slots, lengths)
     assert relative_error(out_RNH, wanted) < TOLERANCE[dtype]
-    used = workspace.weight_sum.view(3, num_splits, 6).isfinite().all(2).sum(1)
+    used = workspace.log_weight.view(3, num_splits, 6).isfinite().all(2).sum(1)
     assert used.tolist() == [0, 2, num_splits]  # a row of one split goes straight out
 
 
@@ -232,7 +232,7 @@ def test_few_rows_take_many_splits_and_the_workspace_holds_every_batch(device):
     workspace, of_device = Workspace.make(300, 12, 2, 64, device), device_of(device)
     for rows in (1, 7, 8, 100, 299, 300):
         num_splits = splits_for(rows, 2, of_device)
-        assert rows * num_splits * 12 <= len(workspace.acc) == len(workspace.score_max)
+        assert rows * num_splits * 12 <= len(workspace.result) == len(workspace.log_weight)
     assert len(workspace.arrived) == 300 * 2
 
 
