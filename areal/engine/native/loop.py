@@ -379,7 +379,7 @@ class IdleTime:
     """
 
     def __init__(self) -> None:
-        causes = ("no_request", "paused", "offloaded", "control")
+        causes: tuple[str, ...] = ("no_request", "paused", "offloaded", "control")
         self._totals = dict.fromkeys(causes, 0.0)
         self._current: tuple[str, float] | None = None
 
