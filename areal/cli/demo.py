@@ -257,8 +257,18 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
     return out
 
 
-def draw_terminal(values: Sequence[float], *, title: str, width: int = 60, height: int = 10) -> str:
-    """`values` as a braille plot of `width` x `height` characters with the scale on the left."""
+def draw_terminal(
+    values: Sequence[float],
+    *,
+    title: str,
+    steps: tuple[int, int] | None = None,
+    width: int = 60,
+    height: int = 10,
+) -> str:
+    """`values` as a braille plot of `width` x `height` characters with the scale on the left.
+
+    `steps`: those of the first and the last value; default: one value a step.
+    """
     if not values:
         return f"{title}: no points yet"
     low, high = min(0.0, min(values)), max(1.0, max(values))
@@ -274,7 +284,8 @@ def draw_terminal(values: Sequence[float], *, title: str, width: int = 60, heigh
         label = f"{level:5.2f} " if row % 3 == 0 or row == height - 1 else " " * 6
         lines.append(label + "│" + "".join(chr(0x2800 + cell) for cell in line))
     lines.append(" " * 6 + "└" + "─" * width)
-    lines.append(f"{'':>7}step 1{f'step {len(values)}':>{max(width - 6, 1)}}")
+    first, last = (f"step {one}" for one in steps or (1, len(values)))
+    lines.append(f"{'':>7}{first}{last:>{max(width - len(first), 1)}}")
     return "\n".join(lines)
 
 

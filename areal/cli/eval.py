@@ -214,8 +214,10 @@ def _curve(summaries: list[Summary]) -> str:
 
     name = next(iter(summaries[0].metrics))
     values = [summary.metrics[name].value for summary in summaries]
-    steps = f"steps {summaries[0].evaluation.step} to {summaries[-1].evaluation.step}"
-    return draw_terminal(values, title=f"{name} of the checkpoints, {steps}")
+    first, last = summaries[0].evaluation.step, summaries[-1].evaluation.step
+    assert first is not None and last is not None
+    title = f"{name} of the checkpoints, steps {first} to {last}"
+    return draw_terminal(values, title=title, steps=(first, last))
 
 
 def _compare(args: argparse.Namespace, summaries: list[Summary]) -> Any:

@@ -2,6 +2,7 @@
 
     0  done      2  user error (ValueError, missing file): the line says what to change
     1  a fault of the environment (RuntimeError, OSError)      130  Ctrl-C
+  141  nobody reads the output any more
 
 Only the module of the given command is imported, so `areal --help` stays fast. Any other exception
 is a bug and keeps its traceback; AREAL_DEBUG=1 shows the traceback of all.
@@ -12,6 +13,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import select
+import signal
 import sys
 import traceback
 from typing import Any, NoReturn
@@ -67,12 +70,16 @@ def main(argv: list[str] | None = None) -> int:
     try:
         args = _parse(argv)
         args.as_program = as_program
-        return args.run(args)
+        exit_code = args.run(args)
+        sys.stdout.flush()  # here, where a closed pipe is an answer
+        return exit_code
     except KeyboardInterrupt:
         return 130
     except (ValueError, FileNotFoundError) as error:
         return _fail(error, exit_code=2)
     except (RuntimeError, OSError) as error:
+        if isinstance(error, BrokenPipeError) and _nobody_reads():
+            return 128 + signal.SIGPIPE
         return _fail(error, exit_code=1)
 
 
@@ -129,6 +136,18 @@ def _show_traceback(kind: type[BaseException], error: BaseException, where: Any)
     """Python's traceback with secrets redacted."""
     text = "".join(traceback.format_exception(kind, error, where))
     print(hide_secrets(text), end="", file=sys.stderr)
+
+
+def _nobody_reads() -> bool:
+    """Whether the output is a pipe whose reader has ended (`areal show RUN --step 1 | head`); then
+    nothing more is written to it."""
+    output = sys.stdout.fileno()
+    look = select.poll()
+    look.register(output, 0)
+    if not any(events & select.POLLERR for _, events in look.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+    return True
 
 
 def _fail(error: Exception, *, exit_code: int) -> int:

@@ -137,3 +137,19 @@ def test_help_as_a_process_imports_nothing_heavy() -> None:
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
     )
     assert done.stdout.splitlines()[-1] == "0 []", done.stderr
+
+
+def test_an_output_that_nobody_reads_is_no_error(tmp_path: Path) -> None:
+    """As in `areal runs | head -1`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-m", "areal.cli.main", "runs", str(tmp_path), "--json"],
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            check=False,
+        )
+    finally:
+        os.close(writer)
+    assert (ended.returncode, ended.stderr) == (141, b"")

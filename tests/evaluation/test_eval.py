@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sqlite3
 import threading
 from contextlib import closing
@@ -112,6 +113,7 @@ def test_a_curve_over_checkpoints(run, tmp_path, capsys):
     evaluate(tmp_path, run.root, "--checkpoints", "--limit", 2)
     out = capsys.readouterr().out
     assert "avg@3 of the checkpoints, steps 1 to 2" in out
+    assert re.search(r"^ +step 1 +step 2$", out, re.MULTILINE)
     assert f"{run.root}@1" in out and "2 x 3" in out
 
 

@@ -49,6 +49,7 @@ def work(engine: TrainEngine, folder: Path) -> dict[str, Any]:
     stats_tracker.export()
     batch = make_batch()
     found: dict[str, Any] = {"forward": engine.forward_batch(batch)}
+    found["entropy"] = engine.forward_batch(batch, with_entropy=True)[..., 1]
     found["packed"] = engine.train().eval().forward(batch)
     engine.optimizer_zero_grad()
     with stats_tracker.scope("job"):

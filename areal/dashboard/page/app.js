@@ -354,7 +354,7 @@ const LEGENDS = {
   logprob: "the stronger, the less probable when it was sampled (full at −5)",
   ratio: "training policy / sampling policy: blue below 1, red above (full at ½ and 2)",
   advantage: "blue: made more likely, red: less",
-  entropy: "the stronger, the less certain the training policy was there (full at 3 nats)",
+  entropy: "the stronger, the less certain the training policy was there (full at 2 nats)",
   version: "the stronger, the older the weights that sampled it",
   mask: "green: trained on",
 };
@@ -380,7 +380,7 @@ function tint(name, found, i, scale, newest, oldest) {
   if (name === "logprob") return shade("hot", -value / 5);
   if (name === "ratio") return shade(value < 1 ? "pos" : "neg", Math.abs(Math.log(Math.max(value, 1e-9))) / Math.LN2);
   if (name === "advantage") return shade(value > 0 ? "pos" : "neg", Math.abs(value) / scale);
-  if (name === "entropy") return shade("age", value / 3);
+  if (name === "entropy") return shade("age", value / 2);
   if (name === "version") return shade("age", 0.15 + (0.85 * (newest - value)) / Math.max(1, newest - oldest));
   return shade("yes", value ? 0.4 : 0);
 }

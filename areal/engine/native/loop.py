@@ -379,8 +379,12 @@ class IdleTime:
     """
 
     def __init__(self) -> None:
-        causes = ("no_request", "paused", "offloaded", "control")
-        self._totals = dict.fromkeys(causes, 0.0)
+        self._totals: dict[str, float] = {
+            "no_request": 0.0,
+            "paused": 0.0,
+            "offloaded": 0.0,
+            "control": 0.0,
+        }
         self._current: tuple[str, float] | None = None
 
     @contextmanager
