@@ -130,6 +130,24 @@ async def test_a_shared_server_that_died_is_started_again():
     toolbox.close()
 
 
+async def test_a_shared_server_that_hangs_is_replaced_and_ends_with_its_episodes():
+    toolbox = Toolbox({"one": on_pipes("silent", shared=True)})
+    first, second = await toolbox.open(), await toolbox.open()
+    stuck = first.shared[0].link
+    with pytest.raises(EnvError, match="longer than 0.5 s"):
+        await Calls("tools", 0.5, max_concurrent=1).run_tool(
+            "add", first.tools[0].function, {"a": 1}
+        )
+    third = await toolbox.open()
+    assert second.shared[0].link is stuck and third.shared[0].link is not stuck
+    await first.close()
+    assert not stuck.has_ended  # another episode may still hope for an answer
+    await second.close()
+    assert stuck.has_ended and not third.shared[0].link.has_ended
+    await third.close()
+    toolbox.close()
+
+
 class HttpServer:
     """Streamable HTTP; `reply` makes the response to tools/call."""
 

@@ -10,6 +10,7 @@ ToolError. Everything else that is not a well-formed result is an EnvError: the 
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping
 from functools import partial
@@ -46,6 +47,7 @@ class McpClient:
         self.link = link
         self.name = name
         self.tools: list[Tool] = []
+        self.is_retired = False  # a call was given up on: nobody knows what the server still does
 
     @classmethod
     async def connect(cls, link: Link, name: str) -> McpClient:
@@ -66,6 +68,9 @@ class McpClient:
             if error.code == _INVALID_PARAMS:
                 raise ToolError(str(error)) from error
             raise self._fault(f"{tool} failed: {error}") from error
+        except asyncio.CancelledError:
+            self.is_retired = True
+            raise
         text = self._text(tool, result)
         if result.get("isError") is True:
             raise ToolError(text)
