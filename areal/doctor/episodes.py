@@ -21,6 +21,7 @@ import torch
 from areal.api.engine_api import InferenceEngine
 from areal.api.io_struct import ModelRequest, ModelResponse, WeightUpdateMeta
 from areal.doctor.report import Chart
+from areal.engine.train.fit import VISION_WORKFLOWS
 from areal.rollout.failures import FailureLimits
 from areal.rollout.group import GroupRunner
 from areal.rollout.source import Prompt
@@ -173,6 +174,8 @@ def prompts_are_sent(
 
 def _uses_template(config: PPOConfig) -> bool:
     own = {"get_input_ids_fn", "data_extract_prompt_fn"} & config.workflow_kwargs.keys()
+    if config.workflow in VISION_WORKFLOWS:  # an image has more tokens than the template writes
+        return False
     return config.workflow in WORKFLOWS and not own and config.rollout.agent.mode != "online"
 
 

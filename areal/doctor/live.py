@@ -82,6 +82,8 @@ def _examine(chart: Chart, trainer: PPOTrainer, workflow: Any) -> None:
     check_loss_mask(chart, episodes.masks())
     prompts, trajectories = episodes.prompts, episodes.trajectories
     check_rewards(chart, config, trainer.runner, tokenizer, prompts, trajectories)
+    if any(request.image_data for request, _ in episodes.calls):
+        return chart.unseen("weights", "requests show images, and engines are compared by text")
     sent = episodes.short_prompts(NUM_PROMPTS)
     if not sent:
         return chart.unseen("weights", "no request is short enough to compare engines with")
