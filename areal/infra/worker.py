@@ -163,7 +163,7 @@ def unpack(parts: Sequence[bytearray]) -> Any:
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
-        # A worker that hosts a server has no tensors, and spares the memory of torch.
+        # Where torch is not loaded there are no tensors.
         torch = sys.modules.get("torch")
         if torch is None or not isinstance(obj, torch.Tensor):
             return NotImplemented
