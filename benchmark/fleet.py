@@ -7,8 +7,8 @@ loses machines.
 Real: Ray with many nodes on this machine (resources are only numbers there), its scheduler of
 areal, servers as children of its workers and their replacement, the client with its router, and
 the rollout side of benchmark/controller.py: executor, gate, ledger, run database. Stand-ins: the
-model (generation_stand_in.py waits in place of it) and training (ranks that only tell the servers
-of a new version, as the first rank of a run does).
+model (generation_stand_in.py waits in place of it) and training: the first rank tells the servers
+of a new version by its copy of the client, as that of a run does, the others answer and sleep.
 
 After the largest fleet was measured, a tenth of the nodes, at least one, is killed at random. The
 run goes on until `--after` more batches are trained; then the ledger must balance: every prompt has
@@ -26,12 +26,13 @@ import random
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from controller import GROUP_SIZE, Controller, Load
-from fleet_parts import launch_stand_in, meta_of
+from fleet_parts import launch_stand_in
+from fleet_ranks import meta_of
 from report import Row, print_table, write_json
 
 from areal.api.scheduler_api import Job, SchedulingSpec
@@ -40,6 +41,7 @@ from areal.engine.remote.native import NativeRemoteEngine
 from areal.engine.remote.server_process import HostedServer, ServerProcess
 from areal.utils.fs import raise_file_limit
 from areal.utils.hosted_object import HostedObject
+from areal.utils.stacks import descendants
 
 PATIENCE_S = 900.0
 GROUP_S = 5.0  # how long a group lasts, in the mean
@@ -114,7 +116,10 @@ def measure(num_servers: int, args: argparse.Namespace, cluster: Any | None) -> 
         samples = controller.num_samples - before
         cpu_s = controller.loop_cpu_s() - cpu_began
         in_flight = GROUP_SIZE * sum(probe.running) / max(1, len(probe.running))
+        below = [os.getpid(), *descendants(os.getpid())]
         rows = {
+            "processes": (len(below), "of Ray, servers, ranks and this one"),
+            "memory": (sum(map(own_bytes, below)) / 2**30, "GiB of them all, shared pages once"),
             "samples": (samples / wall_s, "samples/s"),
             "episodes": (in_flight, "in groups that run, mean"),
             "cpu": (1e6 * cpu_s / max(1, samples), "us of the loop's thread per sample"),
@@ -122,6 +127,15 @@ def measure(num_servers: int, args: argparse.Namespace, cluster: Any | None) -> 
         if cluster is not None:
             rows |= survive(controller, fleet, cluster, args)
     return [Row(f"{load.name}_{name}", value, unit) for name, (value, unit) in rows.items()]
+
+
+def own_bytes(pid: int) -> int:
+    """Memory of a process; what several share counts in part for each. 0 if it is gone."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) << 10
+    return 0
 
 
 def survive(
@@ -200,8 +214,8 @@ class Fleet:
             HostedObject(
                 self._scheduler,
                 worker,
-                "fleet_parts.Rank",
-                lambda worker, index=index: {"client": self.engine, "index": index},
+                "fleet_ranks.Rank",
+                lambda worker, index=index: {"client": None if index else self.engine},
                 setup_timeout_s=PATIENCE_S,
             )
             for index, worker in enumerate(self._workers("actor", count))

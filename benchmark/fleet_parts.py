@@ -1,4 +1,4 @@
-"""What benchmark/fleet.py runs in Ray's workers: stand-in servers, and ranks that send weights."""
+"""Starts the stand-in servers of benchmark/fleet.py, in Ray's workers; loads no torch there."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import json
 import sys
 from pathlib import Path
 
-from areal.api.io_struct import WeightUpdateMeta
-from areal.engine.remote.engine import RemoteEngine
 from areal.utils.child_process import ChildProcess
 
 
@@ -23,25 +21,3 @@ def launch_stand_in(
         child.terminate()
         raise
     return child, f"127.0.0.1:{port}"
-
-
-class Rank:
-    """A training rank that trains nothing; the first one sends the weights, by its copy of the
-    client."""
-
-    def __init__(self, client: RemoteEngine, index: int) -> None:
-        self._client = client
-        self._index = index
-
-    def start(self) -> bool:
-        return True
-
-    def update_weights(self, version: int) -> bool:
-        if self._index == 0:
-            self._client.update_weights(meta_of(version))
-        return True
-
-
-def meta_of(version: int) -> WeightUpdateMeta:
-    """Stand-ins take the version and read nothing."""
-    return WeightUpdateMeta(type="disk", path="", version=version)

@@ -21,19 +21,20 @@ import io
 import os
 import pickle
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any
 
 from areal.api.scheduler_api import EngineCallError, EngineCreationError
 from areal.utils import perf_tracer, stacks
 from areal.utils.channel import AsyncChannel, Channel, Part
 from areal.utils.import_path import load
+
+if TYPE_CHECKING:
+    import torch
 
 
 def main(fd: str, worker_id: str) -> None:
@@ -47,8 +48,11 @@ def main(fd: str, worker_id: str) -> None:
     with contextlib.suppress(EOFError):  # the scheduler has closed the channel
         _serve(Channel(end), host)
         asyncio.run(_serve_overlapping(end, host))
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    if "torch" in sys.modules:
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _serve(channel: Channel, host: EngineHost) -> None:
@@ -159,7 +163,9 @@ def unpack(parts: Sequence[bytearray]) -> Any:
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
-        if not isinstance(obj, torch.Tensor):
+        # Where torch is not loaded there are no tensors.
+        torch = sys.modules.get("torch")
+        if torch is None or not isinstance(obj, torch.Tensor):
             return NotImplemented
         tensor = obj.detach().cpu().contiguous()
         raw = tensor.reshape(-1).view(torch.uint8).numpy()
@@ -167,6 +173,8 @@ class _Pickler(pickle.Pickler):
 
 
 def _tensor(raw: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    import torch
+
     if not len(raw):
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(raw, dtype=torch.uint8).view(dtype).reshape(shape)

@@ -22,8 +22,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from areal.api.scheduler_api import (
     GPUAllocationError,
     Job,
@@ -274,6 +272,8 @@ class _OverlappingCalls:
 
 def visible_gpus() -> list[str]:
     """Names as in CUDA_VISIBLE_DEVICES."""
+    import torch  # late: Ray's workers import this package, and not all of them need it
+
     if not torch.cuda.is_available():
         return []
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -281,6 +281,8 @@ def visible_gpus() -> list[str]:
 
 
 def _environment(job: Job, index: int, gpus: list[str], rendezvous: str) -> dict[str, str]:
+    import torch
+
     spec = job.spec_of(index)
     env = {"OMP_NUM_THREADS": str(spec.cpu or max(1, torch.get_num_threads() // job.replicas))}
     if not job.overlapping:

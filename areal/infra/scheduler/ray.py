@@ -35,7 +35,6 @@ from areal.infra.scheduler.role_table import RoleTable
 from areal.infra.worker import Answer, EngineHost
 from areal.sandbox.process import RUN_FOLDER
 from areal.utils import logging, perf_tracer
-from areal.utils.device import num_cores
 from areal.utils.perf_tracer import FOLDER_VARIABLE
 
 logger = logging.getLogger("RayScheduler")
@@ -166,6 +165,8 @@ def join_cluster(jobs: Sequence[Job]) -> None:
     # Processes that Ray starts ahead lack the environment of a worker: none of them is ever used.
     os.environ.setdefault("RAY_enable_worker_prestart", "0")
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+    from areal.utils.device import num_cores  # late: torch, which not every worker needs
+
     # On the loopback device, so that others cannot reach it.
     ray.init(
         address="local",
