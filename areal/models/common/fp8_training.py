@@ -126,7 +126,7 @@ class _FeedForward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_TD):
-        *x, gate_TF, up_TF, hidden_q, hidden_scale, w1_FD, w3_FD, w2_DF = ctx.saved_tensors
+        q, scale, gate_TF, up_TF, hidden_q, hidden_scale, w1_FD, w3_FD, w2_DF = ctx.saved_tensors
         num_tokens, dtype, out = grad_TD.shape[0], w1_FD.dtype, quantize(grad_TD)
         hidden_TF = times_weight(*out, [w2_DF], num_tokens, True)
         made = quantize_gate_grads(hidden_TF, gate_TF, up_TF)
@@ -135,8 +135,8 @@ class _FeedForward(torch.autograd.Function):
         grad_TD = grad_TD + times_weight(*up, [w3_FD], num_tokens, True)
         return (
             grad_TD,
-            weight_grad(*gate, *x, dtype),
-            weight_grad(*up, *x, dtype),
+            weight_grad(*gate, q, scale, dtype),
+            weight_grad(*up, q, scale, dtype),
             weight_grad(*out, hidden_q, hidden_scale, dtype),
         )
 
