@@ -132,9 +132,9 @@ class ArchonFP8Config:
     """Training in FP8: the matrix products of linear layers, forward and backward."""
 
     mode: Literal["disabled", "blockwise"] = "disabled"
-    """`blockwise`: activations and gradients have a scale for 128 numbers, weights for 128 x 128.
-    Faster on Hopper with `enable_compile`; elsewhere the same rounding and no gain. The LM head,
-    routers, experts and a critic's score head keep the model's dtype."""
+    """`blockwise`: rows of activations and gradients have a scale for 128 numbers, weights for
+    128 x 128. Faster on Hopper with `enable_compile`; elsewhere the same rounding and no gain. The
+    LM head, routers, experts and a critic's score head keep the model's dtype."""
     exclude_modules: list[str] = field(default_factory=list)
     """Linear layers that keep the model's dtype: those with one of these in their names, like
     `layers.0.` or `attention.wo`. `output`, `router` and `score` always do and may be named."""

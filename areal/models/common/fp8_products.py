@@ -19,7 +19,9 @@ features. Scales of rows are [G, P].
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -28,10 +30,25 @@ from torch.nn.functional import ScalingType, scaled_mm
 from areal.models.common.fp8 import FP8, GROUP, quantize_blocks
 
 _HOPPER = (9, 0)
+# Not torch.library.custom_op, whose calls cost the host five times as much.
+_LIBRARY = torch.library.Library("areal", "FRAGMENT")
 _SCALES_MULTIPLE = 4  # of a weight's scales in memory, as cuBLAS reads them
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-@torch.library.custom_op("areal::fp8_quantize", mutates_args=())
+def _operator(name: str) -> Callable[[_Function], _Function]:
+    """Make a function the operator areal::NAME, by the schema of its annotations."""
+
+    def register(function: _Function) -> _Function:
+        schema = torch.library.infer_schema(function, mutates_args=())
+        _LIBRARY.define(f"{name}{schema}")
+        _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+        return cast(_Function, getattr(torch.ops.areal, name).default)
+
+    return register
+
+
+@_operator("fp8_quantize")
 def quantize(x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows [P, D] and their scales."""
     if x_TD.is_cuda:
@@ -41,12 +58,12 @@ def quantize(x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return _rows(x_TD)
 
 
-@quantize.register_fake
+@torch.library.register_fake("areal::fp8_quantize")
 def _(x_TD):
     return _like_rows(x_TD)
 
 
-@torch.library.custom_op("areal::fp8_quantize_gated", mutates_args=())
+@_operator("fp8_quantize_gated")
 def quantize_gated(gate_TF: torch.Tensor, up_TF: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of silu(gate) * up, which is rounded nowhere else."""
     if gate_TF.is_cuda:
@@ -56,12 +73,12 @@ def quantize_gated(gate_TF: torch.Tensor, up_TF: torch.Tensor) -> tuple[torch.Te
     return _rows(F.silu(gate_TF.float()) * up_TF.float())
 
 
-@quantize_gated.register_fake
+@torch.library.register_fake("areal::fp8_quantize_gated")
 def _(gate_TF, up_TF):
     return _like_rows(gate_TF)
 
 
-@torch.library.custom_op("areal::fp8_quantize_gate_grads", mutates_args=())
+@_operator("fp8_quantize_gate_grads")
 def quantize_gate_grads(
     grad_TF: torch.Tensor, gate_TF: torch.Tensor, up_TF: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -77,12 +94,12 @@ def quantize_gate_grads(
     return *_rows(gate_grad), *_rows(grad * gate * sigmoid)
 
 
-@quantize_gate_grads.register_fake
+@torch.library.register_fake("areal::fp8_quantize_gate_grads")
 def _(grad_TF, gate_TF, up_TF):
     return *_like_rows(gate_TF), *_like_rows(gate_TF)
 
 
-@torch.library.custom_op("areal::fp8_times_weight", mutates_args=())
+@_operator("fp8_times_weight")
 def times_weight(
     q_PD: torch.Tensor,
     scale_GP: torch.Tensor,
@@ -99,13 +116,13 @@ def times_weight(
     return _product(q_PD, scale_GP, q, scale, weight.dtype)[:num_tokens]
 
 
-@times_weight.register_fake
+@torch.library.register_fake("areal::fp8_times_weight")
 def _(q_PD, scale_GP, weights, num_tokens, back):
     dim = weights[0].shape[1] if back else sum(len(weight) for weight in weights)
     return weights[0].new_empty(num_tokens, dim)
 
 
-@torch.library.custom_op("areal::fp8_weight_grad", mutates_args=())
+@_operator("fp8_weight_grad")
 def weight_grad(
     grad_q_PN: torch.Tensor,
     grad_scale_GP: torch.Tensor,
@@ -124,7 +141,7 @@ def weight_grad(
     return F.linear(*factors)
 
 
-@weight_grad.register_fake
+@torch.library.register_fake("areal::fp8_weight_grad")
 def _(grad_q_PN, grad_scale_GP, x_q_PD, x_scale_GP, dtype):
     return grad_q_PN.new_empty(grad_q_PN.shape[1], x_q_PD.shape[1], dtype=dtype)
 
@@ -162,8 +179,12 @@ def quantize_weight(
 
 def uses_tensor_cores(device: torch.device, *dims: int) -> bool:
     """Whether a product with these sizes is one of FP8."""
-    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == _HOPPER
-    return is_hopper and not any(dim % 16 for dim in dims)
+    return _is_hopper(device) and not any(dim % 16 for dim in dims)
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == _HOPPER
 
 
 def _product(

@@ -90,7 +90,7 @@ class _Linear(torch.autograd.Function):
         return times_weight(q, scale, weights, x_TD.shape[0], False)
 
     @staticmethod
-    def backward(ctx, grad_TN):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, grad_TN):
         q, scale, *weights = ctx.saved_tensors
         grad = quantize(grad_TN)
         grad_TD = times_weight(*grad, weights, grad_TN.shape[0], True)
@@ -107,25 +107,26 @@ class BlockwiseFeedForward(FeedForward):
         self.w1, self.w2, self.w3 = dense.w1, dense.w2, dense.w3
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        weights = (self.w1.weight, self.w3.weight, self.w2.weight)
+        w1_FD, w3_FD, w2_DF = self.w1.weight, self.w3.weight, self.w2.weight
         if torch.is_grad_enabled():
-            return cast(torch.Tensor, _FeedForward.apply(x_TD, *weights))
-        gate_TF, up_TF = _gate_up(*quantize(x_TD), *weights[:2], x_TD.shape[0])
-        return times_weight(*quantize_gated(gate_TF, up_TF), weights[2:], x_TD.shape[0], False)
+            return cast(torch.Tensor, _FeedForward.apply(x_TD, w1_FD, w3_FD, w2_DF))
+        num_tokens = x_TD.shape[0]
+        gate_TF, up_TF = _gate_up(quantize(x_TD), w1_FD, w3_FD, num_tokens)
+        return times_weight(*quantize_gated(gate_TF, up_TF), [w2_DF], num_tokens, False)
 
 
 class _FeedForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_TD, w1_FD, w3_FD, w2_DF):
         num_tokens, x = x_TD.shape[0], quantize(x_TD)
-        gate_TF, up_TF = _gate_up(*x, w1_FD, w3_FD, num_tokens)
+        gate_TF, up_TF = _gate_up(x, w1_FD, w3_FD, num_tokens)
         hidden = quantize_gated(gate_TF, up_TF)
         ctx.save_for_backward(*x, gate_TF, up_TF, *hidden, w1_FD, w3_FD, w2_DF)
         return times_weight(*hidden, [w2_DF], num_tokens, False)
 
     @staticmethod
-    def backward(ctx, grad_TD):  # pyright: ignore[reportIncompatibleMethodOverride]
-        *x, gate_TF, up_TF, hidden_q, hidden_scale, w1_FD, w3_FD, w2_DF = ctx.saved_tensors
+    def backward(ctx, grad_TD):
+        q, scale, gate_TF, up_TF, hidden_q, hidden_scale, w1_FD, w3_FD, w2_DF = ctx.saved_tensors
         num_tokens, dtype, out = grad_TD.shape[0], w1_FD.dtype, quantize(grad_TD)
         hidden_TF = times_weight(*out, [w2_DF], num_tokens, True)
         made = quantize_gate_grads(hidden_TF, gate_TF, up_TF)
@@ -134,21 +135,20 @@ class _FeedForward(torch.autograd.Function):
         grad_TD = grad_TD + times_weight(*up, [w3_FD], num_tokens, True)
         return (
             grad_TD,
-            weight_grad(*gate, *x, dtype),
-            weight_grad(*up, *x, dtype),
+            weight_grad(*gate, q, scale, dtype),
+            weight_grad(*up, q, scale, dtype),
             weight_grad(*out, hidden_q, hidden_scale, dtype),
         )
 
 
 def _gate_up(
-    q: torch.Tensor,
-    scale: torch.Tensor,
+    x: tuple[torch.Tensor, torch.Tensor],
     w1_FD: torch.Tensor,
     w3_FD: torch.Tensor,
     num_tokens: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    gate_TF = times_weight(q, scale, [w1_FD], num_tokens, False)
-    return gate_TF, times_weight(q, scale, [w3_FD], num_tokens, False)
+    gate_TF = times_weight(*x, [w1_FD], num_tokens, False)
+    return gate_TF, times_weight(*x, [w3_FD], num_tokens, False)
 
 
 def _can_fuse(dense: FeedForward) -> bool:

@@ -86,7 +86,7 @@ def new_rows(num_tokens: int, dim: int, device: torch.device) -> tuple[torch.Ten
 
 
 def _tiles(num_rows: int, dim: int) -> tuple[int, int]:
-    return triton.cdiv(num_rows, GROUP), triton.cdiv(dim, GROUP)
+    return -(-num_rows // GROUP), -(-dim // GROUP)
 
 
 @triton.jit
