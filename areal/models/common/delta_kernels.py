@@ -298,7 +298,7 @@ def _mix_back(
             W=sizes.conv_size, ROWS=_MIX_ROWS, num_warps=4, **plan,
         )  # fmt: skip
     num_tokens, width = qkv_TX.shape
-    num_parts = triton.cdiv(num_tokens, _CONV_ROWS * _CONV_TILES)
+    num_parts = -(-num_tokens // (_CONV_ROWS * _CONV_TILES))
     shape = (num_parts, sizes.conv_size, width)
     d_kernel = torch.empty(shape, dtype=torch.float32, device=qkv_TX.device)
     conv_kernels.conv_back_kernel[(num_parts, triton.cdiv(width, _CONV_COLUMNS))](
