@@ -20,6 +20,9 @@ by row, then, with D the inverted diagonal and P = D (A - diagonal), by X = D - 
 Shape legend: as in delta_rule.py; BK and BV are blocks of key and value dims.
 """
 
+# To the type checker a function of a kernel never returns.
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 import triton

@@ -29,6 +29,7 @@ from areal.models.common.args import DeltaArgs
 from areal.models.common.delta_rule import CHUNK, NORM_EPS, DeltaInputs
 
 _MIX_ROWS = 16
+_MANY_PROGRAMS = 128  # about as many as a device has multiprocessors
 _CONV_ROWS, _CONV_TILES, _CONV_COLUMNS = 8, 32, 128
 
 
@@ -157,9 +158,12 @@ def _constants(x: torch.Tensor, sizes: DeltaArgs) -> dict[str, Any]:
     }
 
 
-def _stages(x: torch.Tensor) -> int:
-    """Tiles in flight from chunk to chunk: two of float32 would not fit into shared memory."""
-    return 2 if x.element_size() == 2 else 1
+def _value_block(sizes: DeltaArgs, chunks: Chunks) -> int:
+    """Value dims of a program that goes from chunk to chunk: fewer where there are few programs."""
+    wide = min(sizes.value_dim, 64)
+    num_sequences = len(chunks.first_R1) - 1
+    num_programs = sizes.value_dim // wide * sizes.num_value_heads * num_sequences
+    return wide if num_programs >= _MANY_PROGRAMS else min(sizes.value_dim, 32)
 
 
 def solve(
@@ -198,12 +202,14 @@ def carry(
     the state after each chunk is kept as [M, 2] (-1: none)."""
     heads, num_chunks = sizes.num_value_heads, len(chunks.bounds_M2)
     states = mixed_TX.new_empty(num_chunks, heads, sizes.key_dim, sizes.value_dim)
-    block = min(sizes.value_dim, 32)
+    block = _value_block(sizes, chunks)
+    # Two tiles of float32 in flight would not fit into shared memory.
+    stages = 2 if mixed_TX.element_size() == 2 else 1
     grid = (sizes.value_dim // block, heads, len(chunks.first_R1) - 1)
     chunk_kernels.states_kernel[grid](
         mixed_TX, solved.sums_TN, solved.reads_TNK, solved.writes_TNV, states, chunks.bounds_M2,
         chunks.first_R1, *(cache or (None, None, None)), mixed_TX.shape[1],
-        BV=block, **_constants(mixed_TX, sizes), num_warps=4, num_stages=_stages(mixed_TX),
+        BV=block, **_constants(mixed_TX, sizes), num_warps=4, num_stages=stages,
     )  # fmt: skip
     return states
 
@@ -243,10 +249,10 @@ def _recur_back(
         mixed_TX, solved.sums_TN, bounds, d_out_TNV, d_writes, stride,
         BV=block, **constants, num_warps=4, num_stages=1,
     )  # fmt: skip
-    block = min(value_dim, 32)
+    block = _value_block(sizes, chunks)
     chunk_kernels.states_back_kernel[(value_dim // block, heads, len(chunks.first_R1) - 1)](
         mixed_TX, solved.sums_TN, solved.reads_TNK, bounds, chunks.first_R1, d_out_TNV, d_writes,
-        d_states, stride, BV=block, **constants, num_warps=4, num_stages=_stages(mixed_TX),
+        d_states, stride, BV=block, **constants, num_warps=4, num_stages=1,
     )  # fmt: skip
     blocks = {"BK": min(key_dim, 64), "BV": min(value_dim, 64)}
     num_blocks = key_dim // blocks["BK"]
@@ -262,7 +268,7 @@ def _recur_back(
     chunk_kernels.solve_back_kernel[(num_chunks, heads)](
         mixed_TX, beta_TN, solved.sums_TN, solved.inverse_TNC, bounds, d_writes, d_reads, d_sums,
         d_mixed, d_decay_TN, d_beta_TN, stride, num_tokens * heads,
-        BLOCKS=num_blocks, **constants, num_warps=8, num_stages=1,
+        BLOCKS=num_blocks, **constants, num_warps=4, num_stages=1,
     )  # fmt: skip
     return _of_key_heads(d_mixed, sizes), d_decay_TN, d_beta_TN
 
@@ -292,7 +298,7 @@ def _mix_back(
             W=sizes.conv_size, ROWS=_MIX_ROWS, num_warps=4, **plan,
         )  # fmt: skip
     num_tokens, width = qkv_TX.shape
-    num_parts = triton.cdiv(num_tokens, _CONV_ROWS * _CONV_TILES)
+    num_parts = -(-num_tokens // (_CONV_ROWS * _CONV_TILES))
     shape = (num_parts, sizes.conv_size, width)
     d_kernel = torch.empty(shape, dtype=torch.float32, device=qkv_TX.device)
     conv_kernels.conv_back_kernel[(num_parts, triton.cdiv(width, _CONV_COLUMNS))](
