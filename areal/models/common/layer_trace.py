@@ -14,7 +14,7 @@ Shape legend: T tokens, D model dim, V vocabulary, K experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any, cast
@@ -68,6 +68,25 @@ def trace_forward(
                 _hook(hooks, router, lambda out, name=name: keep_experts(name, out[1]))
         hidden_TD = model(tokens_T, positions_T, attend)
     return {"layers": layers, "experts": experts, "args": _flat(model.args)}, hidden_TD
+
+
+@torch.no_grad()
+def trace_modules(
+    modules: Mapping[str, nn.Module], run: Callable[[], object]
+) -> dict[str, list[float]]:
+    """`layers` of a trace, of modules of any model whose outputs are [1, T, D] (or begin with that)
+    while `run()` computes one sequence."""
+    layers: dict[str, list[float]] = {}
+
+    def keep(name: str, out: Any) -> None:
+        hidden = out[0] if isinstance(out, tuple) else out
+        layers[name] = _listed(_described(hidden[0]))
+
+    with ExitStack() as hooks:
+        for name, module in modules.items():
+            _hook(hooks, module, lambda out, name=name: keep(name, out))
+        run()
+    return layers
 
 
 def _watched(model: Decoder) -> Iterator[tuple[str, nn.Module]]:
