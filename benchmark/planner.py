@@ -1,7 +1,6 @@
 """How near are the planner's predictions to what was measured?
 
     python benchmark/planner.py [--json FILE]
-    python benchmark/planner.py --measure-memory FILE     # on a GPU: more rows of memory
 
 Compares `areal plan`'s models with benchmark/results: training, generation, memory on one H200, and
 asynchronous against synchronous runs on a CPU. The profiles were fitted to some of these rows
@@ -9,10 +8,8 @@ asynchronous against synchronous runs on a CPU. The profiles were fitted to some
 of a row of throughput or a speed-up is 15 %, that of memory 5 % above and 2 % below; the exit code
 is 1 if a row misses its goal.
 
-Of memory, benchmark/results has six rows, all of one model on one GPU, and four of them gave the
-formulas; the other two have as many tokens. So of memory nothing is shown yet beyond these.
-`--measure-memory` measures 16 more where there is a GPU, which a later comparison reads (`--memory
-FILE`). No layout of several GPUs has been measured, neither memory nor speed.
+Most rows of memory, and rows of other shapes, are those of benchmark/planner_rows.py, measured for
+this comparison on one H200. No layout of several GPUs has been measured, neither memory nor speed.
 
 The CPU rows are those of async_speedup.py, simulated (`areal.planner.simulate`). They are fitted:
 how much trainer and server slow each other down on two cores was chosen to bring the three
@@ -24,13 +21,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from generation import CHATS, FP8_SUFFIX, LOADS, NUM_TURNS, SHAPES, TURN_TOKENS
+from planner_rows import ROWS, predict
 from report import Row, write_json
 from training import SHAPE, WORKS
 
@@ -59,6 +55,20 @@ FITTED = {
     "7b_1024_256_512_fp8",
     "30b_a3b_1",
     "rl_staleness_2",
+    # Of uncompiled steps: the first rows of planner_rows.py, by which their speed was understood.
+    "train_0.5b_4x4096",
+    "train_3b_4x4096_full",
+    "train_1.5b_2x6144_selective",
+    "train_7b_lora_4x4096_full",
+    "train_0.5b_float32_2x2048",
+    "train_gemma3_1b_4x2048_selective",
+    "train_llama_1b_3_batches",
+    "train_moe_4b_4x2048_full",
+    "train_deepseek_4x2048_full",
+    "train_qwen3.5_2b_4x2048",
+    "train_qwen3_1.7b_8x1024",
+    "train_0.5b_float32_2x2048_peak",
+    "forward_3b_16x2048_peak",
     "8x2048_peak",
     "4x8192_ckpt_peak",
     "4x8192_full_peak",
@@ -113,12 +123,8 @@ class Comparison:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", metavar="FILE", help="write the rows")
-    parser.add_argument("--measure-memory", metavar="FILE", help="on a GPU, and end")
-    parser.add_argument("--memory", metavar="FILE", help="rows that --measure-memory wrote")
     args = parser.parse_args()
-    if args.measure_memory:
-        return measure_memory(args.measure_memory)
-    compared = list(comparisons(args.memory))
+    compared = list(comparisons())
     for row in compared:
         kind = "fitted" if row.is_fitted else "held out"
         met = "" if row.is_met else "  MISSED"
@@ -137,13 +143,12 @@ def main() -> int:
     return 1 if missed else 0
 
 
-def comparisons(memory_file: str | None = None) -> Iterator[Comparison]:
+def comparisons() -> Iterator[Comparison]:
     yield from training_rows()
     yield from generation_rows()
     yield from loop_rows()
     yield from memory_rows()
-    if memory_file is not None:
-        yield from more_memory_rows(Path(memory_file))
+    yield from measured_rows()
     yield from cpu_rows()
 
 
@@ -251,61 +256,12 @@ def memory_rows() -> Iterator[Comparison]:
         yield Comparison(f"{name}_peak", peak, measured[f"{name}_peak"], "GiB")
 
 
-# Shape, tokens, checkpointing and compilation of a step whose peak is measured.
-MEMORY_ROWS: dict[str, tuple[dict[str, Any], int, str | None, bool]] = {
-    f"{family}_{tokens}_{mode or 'none'}{'_compiled' * compiled}": (shape, tokens, mode, compiled)
-    for family, shape in {
-        "1.5b": SHAPES["1.5b"] | {"hidden_act": "silu"},
-        "llama": SHAPES["1.5b"] | {"model_type": "llama", "num_hidden_layers": 16},
-        "wide": SHAPES["7b"] | {"num_hidden_layers": 8, "hidden_act": "silu"},
-        "gemma3_1b": SHAPES["gemma3_1b"],
-    }.items()
-    for tokens, mode, compiled in (
-        (8192, None, False),
-        (16384, "selective", False),
-        (16384, "full", False),
-        (24576, None, True),
-    )
-}
-
-
-def measure_memory(file: str) -> int:
-    import torch
-    from training import Work, make_batch, open_engine, peak_bytes, reset_peak, step_of
-
-    if not torch.cuda.is_available():
-        print("benchmark/planner.py --measure-memory needs a CUDA device", file=sys.stderr)
-        return 1
-    rows = []
-    for name, (shape, tokens, mode, compiled) in MEMORY_ROWS.items():
-        work = Work((2048,) * (tokens // 2048), mode)
-        with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "config.json").write_text(json.dumps(shape), encoding="utf-8")
-            engine = open_engine(folder, work, compiled=compiled)
-        run = step_of(engine, work, make_batch(work.lengths, engine.model.args.vocab_size))
-        run()
-        reset_peak()
-        run()
-        rows.append(Row(name, peak_bytes() / GIB, "GiB"))
-        print(rows[-1], flush=True)
-        engine.destroy()
-    write_json(file, rows)
-    return 0
-
-
-def more_memory_rows(file: Path) -> Iterator[Comparison]:
-    measured = json.loads(file.read_text(encoding="utf-8"))["rows"]
-    for row in measured:
-        shape, tokens, mode, compiled = MEMORY_ROWS[row["name"]]
-        kept = "full" if mode == "full" else "compiled" if compiled else mode or "none"
-        rank = TrainingRank(
-            shape=Shape(decoder_args(shape)),
-            device=H200,
-            tokens=tokens,
-            mode=kept,
-            is_compiled=compiled,
-        )
-        yield Comparison(row["name"], rank.memory("").peak / GIB, row["value"], "GiB")
+def measured_rows() -> Iterator[Comparison]:
+    """Those of benchmark/planner_rows.py, memory and speed."""
+    measured = results("planner_rows")
+    for name in ROWS:
+        for row in predict(name) if f"{name}_peak" in measured else ():
+            yield Comparison(row.name, row.value, measured[row.name], row.unit)
 
 
 def cpu_rows() -> Iterator[Comparison]:

@@ -135,6 +135,8 @@ class EngineLook:
         chart.ok("logits", f"{len(own['layers'])} layers compute the same for {num_tokens} tokens")
         if own["experts"]:
             chart.ok("routing", f"the routers of {len(own['experts'])} layers choose alike")
+        elif any(trace["experts"] for trace in theirs.values()):
+            chart.unseen("routing", "the trainer's back end does not show its routers")
         else:
             chart.unseen("routing", "not used: the model has no experts")
         return True
@@ -149,7 +151,8 @@ class EngineLook:
             cause = f": {args[0]} is {values}"
             change = "start the server from the config.json of actor.path"
         # The layers before agree, so other experts are the router's own doing.
-        is_routing = own["experts"].get(layer) != trace["experts"].get(layer)
+        chosen = own["experts"].get(layer)
+        is_routing = chosen is not None and chosen != trace["experts"].get(layer)
         self._chart.fault(
             "routing" if is_routing else "logits",
             f"{layer} is the first layer where {server} and the trainer differ"

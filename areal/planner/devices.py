@@ -29,6 +29,7 @@ class Device:
     memory_gib: float  # that programs can allocate
     matrix_tflops: float  # products in bfloat16; in float32 on a CPU
     matrix_fp8_tflops: float = 0.0  # 0: it has none
+    matrix_float32_tflops: float = 0.0  # of a GPU; 0: as matrix_tflops
     bandwidth_tbs: float  # of a copy, reads and writes counted
     link_gbs: float  # to another device of the machine, one direction
     network_gbs: float  # to another machine, per device
@@ -39,7 +40,7 @@ class Device:
     read_share: float  # decoding: the bandwidth at which weights and cache are read
     shared_share: float  # of read_share, where samples read their prompt together
     fp8_matrix_share: float = 0.0
-    expert_share: float = 1.0  # of matrix_share, by products grouped by expert
+    expert_share: float = 1.0  # of matrix_share, by products grouped by expert in training
     attention_tflops: float  # of long sequences, forward and backward
     attention_half_length: float  # tokens of a sequence at half of that rate
     traffic_compiled: float  # passes over the kept activations, in a step of compiled blocks
@@ -48,7 +49,11 @@ class Device:
     layer_us_many: float  # decoding more rows
     layer_us_expert: float = 0.0  # what experts add to either
     layer_us_fp8: float = 0.0  # what FP8 adds to either
+    layer_us_torch: float = 0.0  # decoding without kernels of our own: all of a layer
     row_us: float = 0.0  # decoding: host time of a row and step
+    recurrent_tflops: float = 0.0  # training: the gated delta rule; 0: as products
+    train_op_us: float = 0.0  # training: host time of an operation, while the GPU computes
+    selective_op_us: float = 0.0  # the same, where checkpointing decides what it keeps
     train_layer_us: float = 0.0  # training: host time of a layer and micro-batch
     train_row_us: float = 0.0  # training: host time of a sequence
     sample_us: float = 0.0  # controller and reward: host time of a sample

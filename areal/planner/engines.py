@@ -76,6 +76,7 @@ class Trainer:
         rank = replace(
             self.rank,
             tokens=self.largest_micro_batch(load),
+            longest=load.prompt + load.max_output,
             num_micro_batches=self.num_micro_batches(load),
         )
         return rank.memory(process)
@@ -110,9 +111,10 @@ def trainer_of(section: TrainEngineConfig, hf_config: Mapping[str, Any], device:
         shape=shape,
         device=device,
         layout=layout,
-        recompute="full" if mode == "full" else "none",
+        recompute=mode if mode in ("full", "selective") else "none",
         compiled=compiled,
         itemsize=item,
+        has_adapters=section.use_lora,
     )
     rank = TrainingRank(
         shape=shape,

@@ -110,7 +110,7 @@ def best_trainer(template: Trainer, load: Workload, devices: int) -> Trainer | N
 
 
 def _with_layout(template: Trainer, layout: Layout, mode: str) -> Trainer:
-    recompute = "full" if mode == "full" else "none"
+    recompute = mode if mode in ("full", "selective") else "none"
     # Blocks cut by t are not compiled.
     compiled = template.training.compiled and layout.tp == 1
     if mode == "compiled" and not compiled:

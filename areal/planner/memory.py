@@ -51,6 +51,7 @@ class TrainingRank:
     engine: str = "archon"  # archon, fsdp or megatron
     layout: Layout = Layout()
     tokens: float
+    longest: float = 0.0  # sequence of it
     num_micro_batches: int = 1
     mode: str = "none"  # what is kept: none, selective, full or compiled
     full_share: float = 0.0  # of the blocks, that keep only their input
@@ -199,6 +200,8 @@ class TrainingRank:
         if self.mode != "full":
             numbers += self.extra_kept * (1 - self.full_share)
         per_token = numbers / layout.tp * item + self._attention_sums()
+        if self.mode != "full":
+            per_token += self._scores * len(self.shape.args.attention_layers)
         # Embedded tokens, last norm's input and output.
         per_token += 2 * self.shape.args.dim * item / layout.tp
         # The first stage of a pipeline holds as many micro-batches as there are stages.
@@ -207,6 +210,15 @@ class TrainingRank:
             in_flight += (layout.pp - 1) / (layout.pp * layout.stages_per_rank)
             in_flight *= min(self.num_micro_batches / layout.pp, 1.0)
         return per_token * self._tokens * in_flight
+
+    @property
+    def _scores(self) -> float:
+        """Bytes of a token's attention scores and of its keys and values for each query head, in a
+        layer: no fused kernel takes float32 with shared heads on a GPU."""
+        args = self.shape.args
+        if self.itemsize != 4 or self.device.kind == "cpu" or args.n_heads == args.n_kv_heads:
+            return 0.0
+        return 4.0 * (args.n_heads * self.longest + 2 * self.shape.query_width) / self.layout.tp
 
     def _attention_sums(self) -> float:
         """float32 sums of each head and layer, and of the norms."""
@@ -243,14 +255,19 @@ class TrainingRank:
         # A compiled half has the gradients of gate, up and product at once; else the product and
         # its gradient are gone when those of gate and up are complete.
         gradients = 3 * width + 3 * dim if self.is_compiled else 2 * width + dim
-        return self._tokens * (again + gradients) / self.layout.tp * self.itemsize
+        numbers = (again + gradients) / self.layout.tp * self.itemsize
+        return self._tokens * (numbers + (3 * self._scores if mode == "full" else 0.0))
 
     def _forward(self) -> Parts:
         """Without gradients: one block, or one chunk of logits, whichever is more."""
         shape, layout, item = self.shape, self.layout, self.itemsize
         args, tokens = shape.args, self._tokens
         width = shape.widest_feed_forward
+        # Residual before and after attention, and its norm. Not compiled, also what attention
+        # added, and the gate's activation has a place of its own.
         numbers = 3 * args.dim + 2 * shape.query_width + 2 * shape.kv_width + 2 * width
+        if not self.is_compiled:
+            numbers += args.dim + width
         block = tokens * numbers * item / layout.tp
         rotation = tokens * args.head_dim * item  # cos and sin
         logits = 0.0

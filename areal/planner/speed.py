@@ -22,6 +22,14 @@ _LOGIT_BYTES_FORWARD = 8
 _LOGIT_BYTES_SAMPLING = 15  # the passes of a draw
 # Per weight: gradients gathered, their norm, clipping; masters and moments read and written.
 _OPTIMIZER_BYTES = 48
+_FULL_RATE_HEAD = 128  # dims of a head: attention of smaller ones spends its time on exponentials
+_FITTED_DIM, _TILE_DIM = 1536, 400  # model dim that matrix_share was fitted to; what tiles cost
+_SCORE_BYTES = 4 * 14  # passes over the float32 scores of attention without a fused kernel
+_ADAPTER_TRAFFIC = 4  # passes over the outputs of layers with an adapter, in a forward or backward
+# Operations of a block's forward pass, and what norms in float32 add. Backward has twice as many.
+_BLOCK_OPS, _FLOAT_NORM_OPS = 50, 30
+_RECURRENT_OPS = 20  # of a token in a recurrent layer
+_TORCH_PREFILL = 4096  # tokens of a prefill without kernels of our own
 _ROW_TRAFFIC = 1.5  # passes over a row's activations in a decode step
 _REDUCE_LATENCY_S = 10e-6  # of an all-reduce of a few rows
 _MIN_SHARED_PROMPT = 512  # tokens: shorter prompts are read by each sample for itself
@@ -60,6 +68,7 @@ class Training:
     recompute: str = "none"  # none, selective or full
     compiled: bool = False
     itemsize: int = 2
+    has_adapters: bool = False  # LoRA: other weights have no gradient
 
     def micro_batch_s(
         self, lengths: Sequence[float], *, copies: float = 1.0, trains: bool = True
@@ -77,23 +86,72 @@ class Training:
         if not trains:
             host /= 3
         moved = self._exchange_s(sum(lengths) * copies, trains)
-        return max(compute + host + moved, self._gather_s(trains))
+        return max(compute + host + moved, self._gather_s(trains), self._launch_s(trains))
+
+    def _launch_s(self, trains: bool) -> float:
+        """The host starts operations ahead of the device."""
+        device, args = self.device, self.shape.args
+        if self.compiled:
+            return 0.0
+        ops = _BLOCK_OPS + _FLOAT_NORM_OPS * args.zero_centered_norms
+        passes = (4 if self.recompute == "full" else 3) if trains else 1
+        block_us = passes * ops * device.train_op_us
+        if trains and self.recompute == "selective":
+            block_us = 2 * ops * (device.train_op_us + device.selective_op_us)
+        return block_us * 1e-6 * self.shape.num_layers / self.layout.pp
 
     def _compute_s(self, lengths: Sequence[float], trains: bool) -> float:
         shape, device, tokens = self.shape, self.device, sum(lengths)
         passes = (4 if self.recompute == "full" else 3) if trains else 1
-        flop = 2 * tokens * (passes * self._body() + (4 if trains else 1) * shape.head_weights)
-        pairs = [(length, shape.attention_pairs(length)) for length in lengths]
-        width = 4 * shape.attention_width
-        attention = sum(width * p / self._attention_rate(length) for length, p in pairs)
-        traffic = device.traffic_compiled if self.compiled else device.traffic_eager
-        if not trains:
-            traffic /= 3
-        kept = tokens * shape.kept("compiled") * self.itemsize
+        products = passes - (self.has_adapters and trains)
+        head = (4 if trains else 1) - (self.has_adapters and trains)
+        flop = 2 * tokens * (products * self._body() + head * shape.head_weights)
+        recurrent = 2 * tokens * shape.mixing / (device.recurrent_tflops * 1e12 or self._flops)
         logits = tokens * shape.head_weights / shape.args.dim
         logit_bytes = _LOGIT_BYTES_TRAINING if trains else _LOGIT_BYTES_FORWARD
-        moved = traffic * kept + logit_bytes * logits
-        return flop / device.flops + passes * attention + moved / device.bandwidth
+        moved = self._traffic(trains) * tokens * shape.kept("compiled") * self.itemsize
+        if self.has_adapters:
+            outputs = tokens * shape.kept("selective") * self.itemsize
+            moved += _ADAPTER_TRAFFIC * passes * outputs
+        mixed = passes * (self._attention_s(lengths) + recurrent)
+        return flop / self._flops + mixed + (moved + logit_bytes * logits) / device.bandwidth
+
+    @property
+    def _is_plain_float32(self) -> bool:
+        """On a GPU: no tensor cores, and attention without a fused kernel."""
+        return self.itemsize == 4 and self.device.matrix_float32_tflops > 0
+
+    @property
+    def _flops(self) -> float:
+        device = self.device
+        if self._is_plain_float32:
+            return device.matrix_float32_tflops * 1e12
+        if device.kind == "cpu":
+            return device.flops
+        # Products over few numbers spend much of their time at the start and the end of a tile.
+        dim = self.shape.args.dim
+        reached = dim / (dim + _TILE_DIM) * (_FITTED_DIM + _TILE_DIM) / _FITTED_DIM
+        return device.flops * min(reached, 1.0)
+
+    def _traffic(self, trains: bool) -> float:
+        """Passes over the kept activations."""
+        device = self.device
+        traffic = device.traffic_compiled if self.compiled else device.traffic_eager
+        if not trains:
+            return traffic / 3
+        again = self.recompute == "full" or (self.recompute == "selective" and not self.compiled)
+        return traffic * 4 / 3 if again else traffic
+
+    def _attention_s(self, lengths: Sequence[float]) -> float:
+        """Of a forward pass; backward takes twice as long."""
+        shape, device = self.shape, self.device
+        width = 4 * shape.attention_width
+        if self._is_plain_float32:
+            pairs = sum(length**2 for length in lengths)
+            scores = pairs * len(shape.args.attention_layers) * shape.args.n_heads
+            return width * pairs / self._flops + scores * _SCORE_BYTES / 3 / device.bandwidth
+        pairs = [(length, shape.attention_pairs(length)) for length in lengths]
+        return sum(width * p / self._attention_rate(length) for length, p in pairs)
 
     def _body(self) -> float:
         """Weights a token is multiplied with; those of experts count for their lower rate."""
@@ -104,8 +162,10 @@ class Training:
         return shape.used_by_token + experts * (1 / self.device.expert_share - 1)
 
     def _attention_rate(self, length: float) -> float:
-        device = self.device
-        return device.attention_tflops * 1e12 * length / (length + device.attention_half_length)
+        device, rate = self.device, self.device.attention_tflops * 1e12
+        if device.kind == "cuda":
+            rate *= min(1.0, self.shape.args.head_dim / _FULL_RATE_HEAD)
+        return rate * length / (length + device.attention_half_length)
 
     def _exchange_s(self, tokens: float, trains: bool) -> float:
         """What waits for other ranks within a layer: tensor, context and expert parallelism."""
@@ -193,13 +253,22 @@ class Generation:
         device = self.device
         if self.is_fp8 and device.matrix_fp8_tflops:
             return device.matrix_fp8_tflops * 1e12 * device.fp8_matrix_share
-        return device.flops * (1.0 if self.shape.args.moe is None else device.expert_share)
+        return device.flops
+
+    @property
+    def _has_kernels(self) -> bool:
+        """Whether the native engine's own kernels compute the model; else torch does."""
+        args = self.shape.args
+        has_plain_experts = args.moe is None or args.moe.is_plain
+        return args.latent is None and args.delta is None and has_plain_experts
 
     def _latency_s(self, rows: float) -> float:
         shape, device = self.shape, self.device
         is_few = rows <= (4 if shape.args.moe is not None else 8) and self.tp == 1
         layer_us = device.layer_us_few if is_few else device.layer_us_many
         layer_us += device.layer_us_fp8 * self.is_fp8
+        if not self._has_kernels:
+            layer_us = max(layer_us, device.layer_us_torch)
         seconds = shape.num_layers * layer_us * 1e-6
         if shape.args.moe is not None:
             seconds += len(shape.args.moe.layers) * device.layer_us_expert * 1e-6
@@ -221,7 +290,16 @@ class Generation:
         seconds += tokens / max(length - cached, 1) * width * pairs / rate
         kept = tokens * shape.kept("compiled") * self.itemsize
         seconds += _ROW_TRAFFIC * kept / device.bandwidth
+        if not self._has_kernels:
+            seconds += self._position_s * max(tokens / _TORCH_PREFILL, 1.0) * (length - cached)
         return seconds / self.tp
+
+    @property
+    def _position_s(self) -> float:
+        """Recurrent layers compute a prompt token by token; all prompts of a batch together."""
+        delta = self.shape.args.delta
+        layers = 0 if delta is None else len(delta.layers)
+        return layers * _RECURRENT_OPS * self.device.train_op_us * 1e-6
 
     def batch_s(
         self, lengths: Sequence[int], prompt: int, num_prompts: float, *, copies: float = 1.0

@@ -13,6 +13,7 @@ doctor` does the same on demand, and looks for the cause.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -167,11 +168,13 @@ class UpdateProbe:
         if not self._is_due:
             return
         self._is_due = False
+        start = time.monotonic()
         try:
             fault, text = self._compare(probe_prompts(trajectories), version)
         except Exception as error:  # boundary: a run does not end because nobody could look
             fault, text = False, f"could not look: {type(error).__name__}: {error}"
-        text = f"after the update to version {version}: {text}"
+        took_s = time.monotonic() - start
+        text = f"after the update to version {version}: {text}; looking took {took_s:.2g} s"
         self._database.record_event("doctor", text)
         if fault:
             logger.warning("%s. Find the cause with: areal doctor CONFIG", text)

@@ -33,6 +33,7 @@ PLAIN = replace(
     traffic_eager=0.0,
     layer_us_few=0.0,
     layer_us_many=0.0,
+    train_op_us=0.0,
 )
 ONE = Layout()
 LOAD = Workload(prompts=8, samples=4, prompt=64, output=100, max_output=400, staleness=2)
@@ -51,12 +52,23 @@ def large_shape() -> Shape:
 def test_a_micro_batch_by_hand():
     shape = tiny_shape()
     args = shape.args
-    seconds = Training(shape=shape, device=PLAIN).micro_batch_s([10, 20])
+    # A CPU: narrow heads and products cost no more there.
+    seconds = Training(shape=shape, device=replace(PLAIN, kind="cpu")).micro_batch_s([10, 20])
     products = 2 * 30 * (3 * shape.used_by_token + 4 * shape.head_weights) / 1e12
     # Half of the 100 + 400 pairs, 4 operations for each number of a query, forward and backward.
     attention = 3 * 4 * args.n_layers * args.n_heads * args.head_dim * 250 / 1e12
     logits = 24 * 30 * args.vocab_size / 1e9
     assert seconds == pytest.approx(products + attention + logits)
+
+
+def test_adapters_save_a_third_of_the_products_and_small_steps_wait_for_the_host():
+    shape = large_shape()
+    whole = Training(shape=shape, device=H200).micro_batch_s([4096])
+    lora = Training(shape=shape, device=H200, has_adapters=True).micro_batch_s([4096])
+    assert whole / 2 < lora < whole
+    slow = Training(shape=tiny_shape(), device=replace(H200, train_op_us=1e6))
+    # 50 operations of a block forward, twice as many backward.
+    assert slow.micro_batch_s([10]) == pytest.approx(3 * 50 * tiny_shape().num_layers)
 
 
 def test_a_decode_step_reads_weights_and_cache():

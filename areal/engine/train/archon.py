@@ -44,7 +44,7 @@ from areal.engine.train.fit import check_archon, check_replay
 from areal.engine.train.images import MicroImages, no_images, read_images
 from areal.engine.train.micro_batches import MicroBatch, OutputFn
 from areal.engine.train.optimizer import MasterOptimizer
-from areal.engine.train.packing import head_outputs, token_outputs
+from areal.engine.train.packing import head_outputs, token_outputs, trace_on_ranks
 from areal.engine.train.tree_packing import lay_out_tree
 from areal.models import decoder_args, own_config
 from areal.models.common.decoder import Decoder
@@ -262,9 +262,13 @@ class ArchonEngine(BaseTrainEngine[Decoder, MasterOptimizer]):
         return ((rename(name), tensor) for name, tensor in weights)
 
     def layer_trace(self, tokens: Sequence[int]) -> dict[str, Any]:
-        if self._mesh is not None:
-            raise NotImplementedError("the layers of a model on several ranks are not traced")
-        return trace_layers(self.model, tokens)
+        if self._pipeline is not None:
+            raise NotImplementedError("the layers of a pipeline are not traced: each rank has some")
+        if self._mesh is None:
+            return trace_layers(self.model, tokens)
+        trace = trace_on_ranks(self.model, tokens, self.config, self._mesh, self.device)
+        reshard(self.model)
+        return trace
 
     def _stage_link(self) -> StageLink | None:
         if self._pipeline is None or self._mesh is None:

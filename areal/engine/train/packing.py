@@ -22,7 +22,7 @@ D model dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,7 @@ from areal.engine.train.logprobs import VocabPart, next_token_logprobs
 from areal.models.common.attention import Attend, PackedAttention
 from areal.models.common.decoder import Decoder
 from areal.models.common.image_attention import ImageAttention
+from areal.models.common.layer_trace import trace_forward
 from areal.models.common.moe import replay_experts
 from areal.models.parallel_dims import ParallelMesh
 from areal.models.parallelize import gather_tokens
@@ -220,6 +221,28 @@ def token_outputs(
     seen = () if laid.images is None else laid.images.inputs()
     hidden_tD = model(laid.tokens_t, laid.positions_t, laid.attend, *seen)
     return outputs_of(model, hidden_tD, laid, config, mesh)
+
+
+def trace_on_ranks(
+    model: Decoder,
+    tokens: Sequence[int],
+    config: TrainEngineConfig,
+    mesh: ParallelMesh,
+    device: torch.device,
+) -> dict[str, Any]:
+    """What each layer computes for `tokens` (layer_trace.py), but for the logits, which ranks of tp
+    have in parts. All ranks call, and get the same."""
+    tokens_T = torch.tensor(list(tokens), device=device)
+    bounds = torch.tensor([0, len(tokens_T)], device=device)
+    mb = {"input_ids": tokens_T, "cu_seqlens": bounds, "max_seqlen": len(tokens_T)}
+    laid, tp = pack_micro_batch(mb, config, mesh), mesh.get_group("tp")
+
+    def join(rows: torch.Tensor) -> torch.Tensor:
+        if len(rows) < len(laid.tokens_t):
+            rows = gather_over_ranks(rows, tp)
+        return laid.whole([rows])[0]
+
+    return trace_forward(model, laid.tokens_t, laid.positions_t, laid.attend, join)[0]
 
 
 def pack_micro_batch(

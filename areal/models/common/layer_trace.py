@@ -14,13 +14,14 @@ Shape legend: T tokens, D model dim, V vocabulary, K experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from areal.models.common.args import DecoderArgs
 from areal.models.common.attention import PackedAttention
@@ -28,27 +29,64 @@ from areal.models.common.decoder import Decoder
 from areal.models.common.moe import MoE
 
 
-@torch.inference_mode()
 def trace_layers(model: Decoder, tokens: Sequence[int]) -> dict[str, Any]:
     """One forward of `tokens` as one sequence; the whole model must be in this process."""
     device = model.embedding_weight.device
     tokens_T = torch.tensor(list(tokens), device=device)
     attend = PackedAttention(torch.tensor([0, len(tokens_T)], device=device), len(tokens_T))
+    trace, hidden_TD = trace_forward(model, tokens_T, attend.positions_T, attend)
+    with torch.no_grad():
+        trace["layers"]["logits"] = _listed(_described(model.logits(hidden_TD)))
+    return trace
+
+
+@torch.no_grad()
+def trace_forward(
+    model: Decoder,
+    tokens_T: torch.Tensor,
+    positions_T: torch.Tensor,
+    attend: Any,
+    join: Callable[[torch.Tensor], torch.Tensor] = lambda rows: rows,
+) -> tuple[dict[str, Any], torch.Tensor]:
+    """The trace without logits, and the hidden states. `join` makes the rows of all tokens of those
+    that a rank has, where several share them; it is called on all of them in the same order."""
     layers: dict[str, list[float]] = {}
     experts: dict[str, list[list[int]]] = {}
+
+    def keep_layer(name: str, out_TD: torch.Tensor) -> None:
+        layers[name] = _listed(join(_described(out_TD)))
+
+    def keep_experts(name: str, chosen_TK: torch.Tensor) -> None:
+        experts[name] = join(chosen_TK).tolist()
+
     with ExitStack() as hooks:
         for name, module in _watched(model):
-            _hook(hooks, module, lambda out, name=name: layers.update({name: _described(out)}))
+            _hook(hooks, module, lambda out, name=name: keep_layer(name, out))
             feed_forward = getattr(module, "feed_forward", None)
             if isinstance(feed_forward, MoE):
-                _hook(
-                    hooks,
-                    feed_forward.router,
-                    lambda out, name=name: experts.update({name: out[1].tolist()}),
-                )
-        hidden_TD = model(tokens_T, attend.positions_T, attend)
-    layers["logits"] = _described(model.logits(hidden_TD))
-    return {"layers": layers, "experts": experts, "args": _flat(model.args)}
+                router = feed_forward.router
+                _hook(hooks, router, lambda out, name=name: keep_experts(name, out[1]))
+        hidden_TD = model(tokens_T, positions_T, attend)
+    return {"layers": layers, "experts": experts, "args": _flat(model.args)}, hidden_TD
+
+
+@torch.no_grad()
+def trace_modules(
+    modules: Mapping[str, nn.Module], run: Callable[[], object]
+) -> dict[str, list[float]]:
+    """`layers` of a trace, of modules of any model whose outputs are [1, T, D] (or begin with that)
+    while `run()` computes one sequence."""
+    layers: dict[str, list[float]] = {}
+
+    def keep(name: str, out: Any) -> None:
+        hidden = out[0] if isinstance(out, tuple) else out
+        layers[name] = _listed(_described(hidden[0]))
+
+    with ExitStack() as hooks:
+        for name, module in modules.items():
+            _hook(hooks, module, lambda out, name=name: keep(name, out))
+        run()
+    return layers
 
 
 def _watched(model: Decoder) -> Iterator[tuple[str, nn.Module]]:
@@ -64,14 +102,21 @@ def _hook(hooks: ExitStack, module: nn.Module, take: Any) -> None:
     hooks.callback(handle.remove)
 
 
-def _described(x_TD: torch.Tensor) -> list[float]:
-    """Directions of all tokens, then logarithms of their lengths; float64, so that only the model's
-    own rounding is seen."""
+def _listed(described_T2: torch.Tensor) -> list[float]:
+    """All directions, then all lengths."""
+    return described_T2.T.flatten().tolist()
+
+
+def _described(x_TD: torch.Tensor) -> torch.Tensor:
+    """Direction of each token and logarithm of its length; float64, so that only the model's own
+    rounding is seen."""
+    if isinstance(x_TD, DTensor):
+        x_TD = x_TD.full_tensor()
     x_TD = x_TD.double()
     probe_D = torch.cos(torch.arange(1, x_TD.shape[1] + 1, dtype=x_TD.dtype, device=x_TD.device))
     length_T = x_TD.norm(dim=1).clamp(min=1e-30)
     direction_T = (x_TD @ probe_D) / (length_T * probe_D.norm())
-    return torch.cat([direction_T, length_T.log()]).tolist()
+    return torch.stack([direction_T, length_T.log()], dim=1)
 
 
 def _flat(args: DecoderArgs) -> dict[str, Any]:

@@ -16,7 +16,7 @@ to inference have them merged.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,8 +40,10 @@ from areal.engine.train.fsdp.model import (
     build_model,
     check_model,
     materialise,
+    pack_alone,
     recompute_blocks,
     shard_model,
+    traced_modules,
 )
 from areal.engine.train.fsdp.weights import (
     check_layout,
@@ -56,6 +58,7 @@ from areal.engine.train.optimizer import MasterOptimizer
 from areal.engine.train.packing import pack_rows
 from areal.engine.train.process_group import join_alone
 from areal.engine.train.tree_packing import lay_out_tree
+from areal.models.common.layer_trace import trace_modules
 from areal.models.hf_io import SCORE_HEAD, has_score_head, read_hf_config
 from areal.models.parallel_dims import ParallelDims
 from areal.utils.data import MULTI_MODAL_KEY
@@ -217,6 +220,19 @@ class FSDPEngine(BaseTrainEngine[PackedModel, MasterOptimizer]):
         """Adapters are merged in. All ranks must iterate to the end; only rank 0 gets tensors."""
         merge = None if self._adapters is None else self._adapters.merge
         return whole_weights(self.model.hf, self._dtype(), merge, is_receiver=self._is_first_rank)
+
+    def layer_trace(self, tokens: Sequence[int]) -> dict[str, Any]:
+        """Without routers and architecture, which transformers spells otherwise."""
+        if self._dims.tp > 1 or self._dims.cp > 1:
+            raise NotImplementedError(
+                "backend fsdp shows its layers on data-parallel ranks: not with t or c"
+            )
+        tokens_T = torch.tensor(list(tokens), device=self.device)
+        layers = trace_modules(
+            traced_modules(self.model), lambda: self.model(*pack_alone(tokens_T), tokens_T)
+        )
+        reshard(self.model)
+        return {"layers": layers, "experts": {}, "args": {}}
 
     def _move(self, device: torch.device | str) -> None:
         if self.config.fsdp.offload_params:

@@ -184,6 +184,18 @@ class PackedModel(nn.Module):
         return found
 
 
+def traced_modules(model: PackedModel) -> dict[str, nn.Module]:
+    """Those whose outputs areal's own models have too, by the names of layer_trace.py."""
+    decoder = cast(nn.Module, model.hf.get_decoder())
+    embedding, norm = model.hf.get_input_embeddings(), getattr(decoder, "norm", None)
+    if not isinstance(norm, nn.Module) or not isinstance(embedding, nn.Module):
+        raise NotImplementedError(f"the layers of a {type(model.hf).__name__} are not known here")
+    inside = set(decoder.modules())
+    blocks = [block for block in model.blocks() if block in inside]
+    layers = {f"layers.{index}": block for index, block in enumerate(blocks)}
+    return {"embedding": embedding, **layers, "norm": norm}
+
+
 class TiedHead(nn.Module):
     """An LM head that reads the embedding's weight and has none itself.
 
