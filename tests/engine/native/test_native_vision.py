@@ -11,7 +11,7 @@ import torch
 from engine.train.archon_world import open_engine, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from image_prompts import END, IMAGE, START, picture, write_seeing_model
+from image_prompts import END, IMAGE, START, picture, write_seeing_model, write_tokenizer
 from tiny_vision import tiny_vision_model
 
 from areal.api.config.inference import GenerationHyperparameters
@@ -168,6 +168,14 @@ def test_tokens_that_see_all_of_their_image(square_text, options):
         assert engine.stats()["preemptions"] > 0
     else:
         assert done["again"].cached_tokens > 4
+
+
+def test_what_a_chat_template_writes_becomes_a_whole_image(tmp_path):
+    folder = write_seeing_model(tmp_path, "gemma3")
+    (line,) = write_tokenizer(folder).encode("\n", add_special_tokens=False)
+    shown = [line, line, START, *[IMAGE] * 9, END, line, line]
+    read = request(ModelText(folder), "r", [5, START, 7, line, START], PICTURES[:2])
+    assert read.input_ids == [5, *shown, 7, line, *shown]
 
 
 def test_an_image_that_is_computed_at_once_must_fit(square_text):

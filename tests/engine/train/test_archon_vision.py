@@ -228,14 +228,19 @@ def test_a_frozen_tower_stays_and_recomputation_changes_nothing(folder):
             torch.testing.assert_close(tensor, ends[0][name], rtol=1e-5, atol=1e-6)
 
 
-def test_adapters_are_of_the_decoder_and_peft_reads_them(folder, tmp_path):
+@pytest.mark.parametrize(
+    ("which", "decoder"), [("folder", "model."), ("square_folder", "language_model.model.")]
+)
+def test_adapters_are_of_the_decoder_and_peft_reads_them(which, decoder, request, tmp_path):
+    folder = request.getfixturevalue(which)
+    batch = image_batch(read_hf_config(folder)["model_type"])
     engine = open_engine(folder, "archon:d1", use_lora=True, lora_rank=2)
-    train(engine, image_batch())
+    train(engine, batch)
     engine.save(SaveLoadMeta(path=str(tmp_path), weight_format="hf"))
-    expected = engine.forward_batch(image_batch())
+    expected = engine.forward_batch(batch)
     other = open_engine(folder, "archon:d1", use_lora=True, lora_rank=2)
     other.load(SaveLoadMeta(path=str(tmp_path), weight_format="hf"))
-    torch.testing.assert_close(other.forward_batch(image_batch()), expected)
+    torch.testing.assert_close(other.forward_batch(batch), expected)
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForImageTextToText
 
@@ -246,7 +251,7 @@ def test_adapters_are_of_the_decoder_and_peft_reads_them(folder, tmp_path):
     merged = adapted.merge_and_unload().state_dict()
     ours = weights_of(engine)
     name = "layers.0.self_attn.q_proj.weight"
-    torch.testing.assert_close(ours[f"model.{name}"], merged[f"model.language_model.{name}"])
+    torch.testing.assert_close(ours[f"{decoder}{name}"], merged[f"model.language_model.{name}"])
 
 
 def changed_rows(change: str) -> dict[str, Any]:

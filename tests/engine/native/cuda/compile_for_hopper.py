@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 
+import numpy as np
 import torch
 import triton
 from tiny import tiny_model
@@ -150,6 +151,9 @@ def main() -> None:
         )
         for num_tokens in (3, 100):  # tiles of few rows and of many
             program.prefill([Chunk([1] * num_tokens, 0, list(range(1, 8)))])
+        if name == "gemma3":  # with an image, whose tokens see all of it
+            last = np.full(20, 19)
+            program.prefill([Chunk([1] * 20, 0, list(range(1, 8)), last_visible=last)])
         for num_rows in (1, 4, 64, 96):  # few rows and many have kernels of their own
             slots = torch.zeros(num_rows, dtype=torch.int32)
             program.begin()
