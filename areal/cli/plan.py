@@ -116,7 +116,7 @@ def _plan_offline(args: argparse.Namespace, config: BaseExperimentConfig, device
     from areal.planner.report import describe_offline, offline_json
 
     if args.simulate:
-        raise ValueError(f"--simulate: a run of trainer {config.trainer} generates nothing")
+        raise ValueError("--simulate: a run of this trainer generates nothing")
     load, assumed = offline_load(config, _given(args))
     plan = plan_offline(config, model_configs(config), device, load, gpus=args.gpus)
     lines = describe_offline(plan, assumed)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from areal.api.config.experiment import BaseExperimentConfig
+from areal.api.config.offline import SFTConfig
 from areal.api.config.train_engine import TrainEngineConfig
 from areal.planner.devices import Device
 from areal.planner.engines import Trainer
@@ -97,7 +98,7 @@ def offline_load(
     spread = given.get("spread")
     load = Workload(
         prompts=config.train_dataset.batch_size,
-        samples=1 if config.trainer == "sft" else 2,
+        samples=1 if isinstance(config, SFTConfig) else 2,
         prompt=max(prompt, 1),
         output=output,
         max_output=round(_LONGEST * output),
