@@ -16,7 +16,8 @@ import asyncio
 import dataclasses
 import json
 import random
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,6 +85,8 @@ class _Episode:
         self.http = extra["http_client"]
         self.url = extra["base_url"].removesuffix("/v1")
         self.key = extra["api_key"]
+        self.open: Counter[str] = Counter()  # requests without an answer yet, by what they ask
+        self.overlapped: set[str] = set()  # what two requests asked at the same time
 
     async def talk(self, depth: int) -> str:
         """One dialogue; returns the last thing said in it."""
@@ -213,10 +216,12 @@ class _Episode:
         api, path, body = self._request(dialogue, api)
         key = {"idempotency-key": f"{rng.random()}"}
         first, retry = rng.choice([(_attempt(0), _attempt(1)), (key, key), ({}, None)])
-        answer = await self._post(path, body, first)
-        while retry and rng.random() < 0.2:  # the SDK believes that it got no answer
-            again = await self._post(path, body, retry)
-            assert again.content == answer.content, "a retry was sampled again"
+        with self._open(path, body) as is_alone:
+            answer = await self._post(path, body, first)
+            while retry and rng.random() < 0.2:  # the SDK believes that it got no answer
+                again = await self._post(path, body, retry)
+                is_same = again.content == answer.content
+                assert is_same or not is_alone(), "a retry was sampled again"
         reply = self._read(api, path, body, answer)
         if reply is not None and api == "responses":
             dialogue.response_id = reply.pop("id")
@@ -224,6 +229,18 @@ class _Episode:
         elif reply is not None:
             dialogue.touched()
         return reply
+
+    @contextmanager
+    def _open(self, path: str, body: Message) -> Iterator[Callable[[], bool]]:
+        """Whether no equal request was open at the same time: a retry may be one of either."""
+        name = path + json.dumps(body, sort_keys=True)
+        self.open[name] += 1
+        if self.open[name] > 1:
+            self.overlapped.add(name)
+        try:
+            yield lambda: name not in self.overlapped
+        finally:
+            self.open[name] -= 1
 
     def _request(self, dialogue: Dialogue, api: str | None) -> tuple[str, str, Message]:
         rng = self.rng
