@@ -260,7 +260,8 @@ class Generation:
         """Whether the native engine's own kernels compute the model; else torch does."""
         args = self.shape.args
         has_plain_experts = args.moe is None or args.moe.is_plain
-        return args.latent is None and args.delta is None and has_plain_experts
+        has_plain_layers = args.delta is None or (self.tp == 1 and not self.is_fp8)
+        return args.latent is None and has_plain_layers and has_plain_experts
 
     def _latency_s(self, rows: float) -> float:
         shape, device = self.shape, self.device

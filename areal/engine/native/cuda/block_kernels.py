@@ -228,11 +228,11 @@ def _quantize_kernel(
         cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row * D + column, column < D, 0.0).to(tl.float32)
-    x, scale = _quantized(x, BLOCK // GROUP, GROUP)
+    x = tl.load(x_ptr + row * D + column, column < D, 0.0)
+    q, scale = _quantized(x.to(tl.float32), BLOCK // GROUP, GROUP)
     group = tl.program_id(1) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
     tl.store(scale_ptr + group * scale_stride + row, scale, group * GROUP < D)
-    tl.store(out_ptr + row * D + column, x.to(out_ptr.dtype.element_ty), column < D)
+    tl.store(out_ptr + row * D + column, q.to(out_ptr.dtype.element_ty), column < D)
 
 
 def softcap_(logits_TV: torch.Tensor, cap: float) -> None:
