@@ -20,6 +20,9 @@ from areal.planner.shapes import Shape
 _LOGIT_BYTES_TRAINING = 24  # float32 logits written and read, twice, and their gradients
 _LOGIT_BYTES_FORWARD = 8
 _LOGIT_BYTES_SAMPLING = 15  # the passes of a draw
+# Bytes of a number of a recurrent state, float32, read and written by a kernel that reaches 63 % of
+# the bandwidth.
+_STATE_TRAFFIC = 8 / 0.63
 # Per weight: gradients gathered, their norm, clipping; masters and moments read and written.
 _OPTIMIZER_BYTES = 48
 _FULL_RATE_HEAD = 128  # dims of a head: attention of smaller ones spends its time on exponentials
@@ -239,6 +242,7 @@ class Generation:
             cache /= device.shared_share
         moved = _ROW_TRAFFIC * rows * shape.kept("compiled") * self.itemsize
         moved += _LOGIT_BYTES_SAMPLING * rows * shape.args.vocab_size
+        moved += _STATE_TRAFFIC * rows * shape.state_per_sequence
         work = (products + cache + moved / device.bandwidth) / self.tp
         return work + self._latency_s(rows) + device.row_us * rows * 1e-6
 

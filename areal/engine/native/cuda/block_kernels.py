@@ -228,8 +228,8 @@ def _quantize_kernel(
         cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row * D + column, column < D, 0.0)
-    q, scale = _quantized(x.to(tl.float32), BLOCK // GROUP, GROUP)
+    x = tl.load(x_ptr + row * D + column, column < D, 0.0).to(tl.float32)
+    q, scale = _quantized(x, BLOCK // GROUP, GROUP)  # pyright: ignore[reportGeneralTypeIssues]  # inlined
     group = tl.program_id(1) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
     tl.store(scale_ptr + group * scale_stride + row, scale, group * GROUP < D)
     tl.store(out_ptr + row * D + column, q.to(out_ptr.dtype.element_ty), column < D)
