@@ -47,6 +47,7 @@ from typing import Any
 
 import torch
 from attention_ways import attention_rows
+from generation import SHAPES as MODELS
 from report import Row, print_table, write_json
 
 from areal.algorithm.loss import LossInputs, ppo_clip_loss
@@ -62,44 +63,11 @@ from areal.engine.train.archon import ArchonEngine
 from areal.models.common.args import DecoderArgs
 from areal.models.common.decoder import Decoder
 
-SHAPE = {
-    "model_type": "qwen2",
-    "hidden_size": 1536,
-    "intermediate_size": 8960,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 2,
-    "vocab_size": 151936,
-    "max_position_embeddings": 32768,
-    "rope_theta": 1e6,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-    "hidden_act": "silu",
-}
-# All but the width is the same for the two smallest.
-_QWEN35 = {
-    "model_type": "qwen3_5_text",
-    "num_hidden_layers": 24,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 256,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 16,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
-    "full_attention_interval": 4,
-    "partial_rotary_factor": 0.25,
-    "vocab_size": 248320,
-    "max_position_embeddings": 32768,
-    "rope_theta": 1e7,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-    "hidden_act": "silu",
-}
+SHAPE = MODELS["1.5b"] | {"hidden_act": "silu"}
+_QWEN35 = MODELS["qwen3_5_0.8b"] | {"hidden_act": "silu"}
 SHAPES = {
     "": SHAPE,
-    "qwen3_5_0.8b": _QWEN35 | {"hidden_size": 1024, "intermediate_size": 3584},
+    "qwen3_5_0.8b": _QWEN35,
     "qwen3_5_2b": _QWEN35 | {"hidden_size": 2048, "intermediate_size": 6144},
 }
 TINY = {
