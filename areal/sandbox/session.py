@@ -37,13 +37,15 @@ from areal.utils.child_process import describe_exit, spawn
 
 _START_S = 60.0  # on a busy machine
 MAX_FILE_BYTES = 1 << 20  # that `read_file` returns
-MAX_TREE_BYTES = 64 << 20  # that `read_tree` returns
+_MAX_NAMES = 64 << 20  # what an archive of `read_tree` has beside the contents of its files
 _GRACE_S = 10.0  # beyond a call's time, until a session counts as lost
 _MAX_LINE = 1 << 16  # of a reply, without its output
 _PIECE = 1 << 20  # of input, sent at once: the event loop has more to do
-# -S: sparse files are packed as such. The session's own folders belong to nobody's tree.
+# -S: sparse files are packed as such. The session's own folders belong to nobody's tree. A folder
+# that its owner has closed is opened: tar would leave it out, or fail.
 _PACK = (
-    '[ -d "$1" ] || exit 44; exec tar -C "$1" -cSf - --ignore-failed-read --exclude=./.root '
+    '[ -d "$1" ] || exit 44; chmod u+rx "$1" && find "$1/" -type d ! -perm -500 '
+    '-exec chmod u+rx {} ";" && exec tar -C "$1" -cSf - --ignore-failed-read --exclude=./.root '
     "--exclude=./.tmp . 2>/dev/null"
 )
 _NO_FOLDER = 44
@@ -178,12 +180,12 @@ class Session:
     async def read_tree(self, folder: str) -> bytes:
         """All of a folder, for `write_tree` of another session.
 
-        FileNotFoundError if it does not exist, OSError if it cannot be read or has more than
-        MAX_TREE_BYTES; sparse files count little.
-        Files that commands themselves cannot read are left out.
+        FileNotFoundError if it does not exist, OSError if it cannot be read, or has names of many
+        megabytes. Files that commands themselves cannot read are left out.
         """
         argv = ["sh", "-c", _PACK, "sh", folder]
-        command = {"argv": argv, "output_bytes": MAX_TREE_BYTES, "workdir": "/"}
+        most = (self._limits.disk_mb << 20) + _MAX_NAMES
+        command = {"argv": argv, "output_bytes": most, "workdir": "/"}
         reply, packed = await self._exchange(command, b"", None)
         if reply["exit"] == _NO_FOLDER:
             raise FileNotFoundError(f"{folder} is no folder")

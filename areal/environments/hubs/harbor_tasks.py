@@ -130,14 +130,22 @@ def task_of(given: Mapping[str, Any], options: Options) -> Task:
     env = {**plan.env, **_plain(environment.get("env"), "environment.env")}
     limits = _limits(plan, environment, env, options)
     wall_s = float(verifier.get("timeout_sec", 600.0))
-    grading = replace(
-        limits,
-        wall_s=wall_s,
-        disk_mb=2 * limits.disk_mb,  # the tests need room, too
-        cpu_s=wall_s * max(1, environment.get("cpus") or 1),
-        writable=(*limits.writable, "/tests"),
-        env={**env, **_plain(verifier.get("env"), "verifier.env")},
-    )
+    more = _plain(verifier.get("env"), "verifier.env")
+    try:
+        grading = replace(
+            limits,
+            wall_s=wall_s,
+            disk_mb=2 * limits.disk_mb,  # the tests need room, too
+            cpu_s=wall_s * max(1, environment.get("cpus") or 1),
+            writable=(*limits.writable, "/tests"),
+            # The home is the model's: its packages there would run in each Python of the tests.
+            env={"PYTHONNOUSERSITE": "1", **env, **more},
+        )
+    except ValueError as error:
+        raise Unsupported(f"task.toml: verifier: {error}") from error
+    for action in plan.actions:
+        if isinstance(action, Copy):
+            _sources(folder / "environment", action)
     return Task(given["name"], folder, given["instruction"], limits, grading, tuple(plan.actions))
 
 
@@ -206,21 +214,32 @@ def _plain(env: Mapping[str, str] | None, key: str) -> dict[str, str]:
 Files = Iterator[tuple[str, bytes, int]]  # path, content, mode
 
 
-def _copied(context: Path, action: Copy) -> Files:
+def _sources(context: Path, action: Copy) -> list[Path]:
+    """Files and folders that it copies; Unsupported if there are none, or they lie elsewhere."""
+    sources: list[Path] = []
     for pattern in action.sources:
-        name = pattern.removeprefix("./").removeprefix("/")
-        found = sorted(context.glob(name)) if name not in ("", ".") else [context]
+        name = pattern.removeprefix("./").lstrip("/")
+        try:
+            found = sorted(context.glob(name)) if name not in ("", ".") else [context]
+        except ValueError as error:
+            raise Unsupported(f"environment/Dockerfile copies {pattern!r}: {error}") from error
         if not found:
             raise Unsupported(f"environment/Dockerfile copies {pattern!r}, which does not exist")
-        for source in found:
-            if not source.resolve().is_relative_to(context.resolve()):
-                raise Unsupported(f"{source} leads out of its folder")
-            if source.is_dir():
-                yield from _tree(source, action.target, without=context / "Dockerfile")
-            elif source != context / "Dockerfile":
-                is_folder = action.target.endswith("/")
-                target = action.target + source.name if is_folder else action.target
-                yield target, _contents(source, context), _mode(source)
+        sources += found
+    for source in sources:
+        if not source.resolve().is_relative_to(context.resolve()):
+            raise Unsupported(f"{source} leads out of its folder")
+    return sources
+
+
+def _copied(context: Path, action: Copy) -> Files:
+    for source in _sources(context, action):
+        if source.is_dir():
+            yield from _tree(source, action.target, without=context / "Dockerfile")
+        elif source != context / "Dockerfile":
+            is_folder = action.target.endswith("/")
+            target = action.target + source.name if is_folder else action.target
+            yield target, _contents(source, context), _mode(source)
 
 
 def _tree(folder: Path, target: str, without: Path | None = None) -> Files:
