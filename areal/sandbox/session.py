@@ -119,9 +119,8 @@ class Session:
                 fds.append(theirs.enter_context(giving).fileno())
                 settings["network_fd"] = giving.fileno()
             argv = command(way, settings, their_end.fileno())
-            # Starting a process blocks for milliseconds.
             try:
-                process = await asyncio.to_thread(_spawn, argv, fds)
+                process = await _spawned(argv, fds)
             except OSError as error:
                 raise SandboxError(f"{argv[0]}: {error.strerror}") from error
             theirs.close()
@@ -289,6 +288,20 @@ def _receive_tunnels(handed: socket.socket, limits: SessionLimits) -> Tunnels:
             "open; raise the limit (ulimit -n)"
         )
     return Tunnels(listeners, addresses)
+
+
+async def _spawned(argv: list[str], fds: list[int]) -> subprocess.Popen[bytes]:
+    """In a thread: starting a process blocks for milliseconds. Who is cancelled waits for the end
+    of that: descriptors that were closed before could be others when the process gets them."""
+    starting = asyncio.ensure_future(asyncio.to_thread(_spawn, argv, fds))
+    try:
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        await asyncio.wait([starting])
+        if not starting.cancelled() and starting.exception() is None:
+            starting.result().kill()
+            starting.result().wait()
+        raise
 
 
 def _spawn(argv: list[str], fds: list[int]) -> subprocess.Popen[bytes]:

@@ -179,8 +179,10 @@ async def test_a_verdict_of_tests_that_did_not_end_is_none(tmp_path, hub):
 @needs_sandbox
 async def test_a_build_makes_its_folders_and_sees_its_arguments(tmp_path, hub):
     made = "FROM ubuntu\nARG LEVEL=3\nWORKDIR /app/a\nRUN echo $LEVEL > x\nWORKDIR /app/b\n"
-    seen, _ = await play(hub(write_task(tmp_path, dockerfile=made)), ["pwd; cat ../a/x", "exit"])
-    assert seen[1] == "/app/b\n3" + PROMPT
+    made += "COPY data/numbers /opt/first\n"
+    look = "pwd; cat ../a/x; head -1 /opt/first"
+    seen, _ = await play(hub(write_task(tmp_path, dockerfile=made)), [look, "exit"])
+    assert seen[1] == "/app/b\n3\n3" + PROMPT
 
 
 @needs_sandbox
@@ -222,12 +224,14 @@ async def test_tasks_of_tests_are_held_out_and_unsupported_ones_refused_or_left_
         ("FROM ubuntu AS a\nFROM ubuntu", "Dockerfile:2: a second FROM"),
         ("FROM ubuntu\nCOPY --from=a /x /y", "COPY --from=a cannot be stood in for"),
         ("FROM ubuntu\nADD https://a.b/c /y", "addresses and archives"),
-        ("FROM ubuntu\nCOPY x /usr/local/bin/x", "sandbox.writable: '/usr' cannot be a folder"),
+        ("FROM ubuntu\nCOPY data /usr/local/bin/x", "sandbox.writable: '/usr' cannot be a folder"),
         ('FROM ubuntu\nSHELL ["bash"]', "SHELL cannot be stood in for"),
         ("FROM ubuntu\nRUN <<EOF", "here-document"),
         ("FROM ubuntu\nRUN [", "Dockerfile:2: "),
         ("FROM ubuntu\nCOPY x", "COPY needs a source and a target"),
         ("FROM ubuntu\nCOPY nothing /app/", "copies 'nothing', which does not exist"),
+        ("FROM ubuntu\nCOPY data/numbers /numbers", "copies to /, which is read-only"),
+        ("FROM ubuntu\nCOPY data .", "copies to /, which is read-only"),
         ("FROM ubuntu\nCOPY //etc /app/", "copies '//etc', which does not exist"),
         ("FROM ubuntu\nCOPY ../tests /app/", "tests leads out of its folder"),
         ("RUN ls", "no FROM"),

@@ -42,7 +42,7 @@ class Options:
 
     interface: str = "commands"  # each reply is a shell command, or "tools": Python, shell, files
     instructions: str = ""  # a system message
-    command_s: float = 60.0  # of one command
+    command_s: float = 30.0  # of one command; below `timeout_s` of the workflow
     max_commands: int = 64  # then the task is graded as it is
     max_disk_mb: int = 256  # files are kept in memory, whatever storage_mb says
     images: list[str] = field(default_factory=list)  # more that this machine stands in for
@@ -128,7 +128,11 @@ def task_of(given: Mapping[str, Any], options: Options) -> Task:
     if environment.get("workdir"):
         plan.workdir = environment["workdir"]
     env = {**plan.env, **_plain(environment.get("env"), "environment.env")}
-    limits = _limits(plan, environment, env, options)
+    copies = [one for one in plan.actions if isinstance(one, Copy)]
+    folders = [_target_folder(folder / "environment", one) for one in copies]
+    folders += [plan.workdir, *(one.workdir for one in plan.actions if isinstance(one, Run))]
+    own = {_root(path) for path in folders} - {WORKSPACE, "/"}
+    limits = _limits(own, plan.workdir, environment, env, options)
     wall_s = float(verifier.get("timeout_sec", 600.0))
     more = _plain(verifier.get("env"), "verifier.env")
     try:
@@ -143,9 +147,6 @@ def task_of(given: Mapping[str, Any], options: Options) -> Task:
         )
     except ValueError as error:
         raise Unsupported(f"task.toml: verifier: {error}") from error
-    for action in plan.actions:
-        if isinstance(action, Copy):
-            _sources(folder / "environment", action)
     return Task(given["name"], folder, given["instruction"], limits, grading, tuple(plan.actions))
 
 
@@ -176,11 +177,12 @@ def _stands_in(image: str, accepted: list[str]) -> bool:
 
 
 def _limits(
-    plan: Plan, environment: Mapping[str, Any], env: dict[str, str], options: Options
+    own: set[str],
+    workdir: str,
+    environment: Mapping[str, Any],
+    env: dict[str, str],
+    options: Options,
 ) -> SessionLimits:
-    targets = [one.target for one in plan.actions if isinstance(one, Copy)]
-    targets += [one.workdir for one in plan.actions if isinstance(one, Run)]
-    own = {_root(path) for path in (plan.workdir, *targets)} - {WORKSPACE, "/"}
     basis = options.limits()
     try:
         return replace(
@@ -188,7 +190,7 @@ def _limits(
             memory_mb=environment.get("memory_mb") or 2048,
             disk_mb=min(environment.get("storage_mb") or basis.disk_mb, basis.disk_mb),
             writable=tuple(sorted({*own, "/logs", *basis.writable})),
-            workdir=plan.workdir,
+            workdir=workdir,
             env=env,
         )
     except ValueError as error:
@@ -230,6 +232,19 @@ def _sources(context: Path, action: Copy) -> list[Path]:
         if not source.resolve().is_relative_to(context.resolve()):
             raise Unsupported(f"{source} leads out of its folder")
     return sources
+
+
+def _target_folder(context: Path, action: Copy) -> str:
+    """Which it writes to."""
+    sources = _sources(context, action)  # first: it refuses what cannot be copied
+    is_folder = action.target.endswith("/") or any(map(Path.is_dir, sources))
+    folder = action.target if is_folder else posixpath.dirname(action.target)
+    if not folder.strip("/"):
+        raise Unsupported(
+            "environment/Dockerfile copies to /, which is read-only in a session; copy to a folder "
+            "such as /app"
+        )
+    return folder
 
 
 def _copied(context: Path, action: Copy) -> Files:
