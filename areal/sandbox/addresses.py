@@ -44,7 +44,7 @@ class Address:
         if host == "localhost" and not equals:
             literal, name = ipaddress.ip_address("127.0.0.1"), "localhost"
         elif not equals:
-            name = host.lower()
+            name = host.lower() if literal is None else str(literal)
             if literal is not None and not (literal.version == 4 and literal.is_loopback):
                 raise ValueError(
                     f"sandbox.network: {entry!r}: programs inside reach an address by a name; "

@@ -277,6 +277,9 @@ def test_a_compose_file_is_refused_and_options_open_doors(tmp_path):
     assert task.actions == () and task.limits.network == ("a.org:80",)
     assert task.limits.writable == ("/data", "/home/me", "/logs")
     assert task.limits.workdir == "/home/me/x" and "/tests" not in task.limits.writable
+    (folder / "tests/test.sh").unlink()
+    with pytest.raises(Unsupported, match=r"it has no tests/test.sh"):
+        task_of(given, options)
     (folder / "environment/docker-compose.yaml").write_text("services: {}")
     with pytest.raises(Unsupported, match=r"docker-compose.yaml: several containers"):
         task_of(given, options)

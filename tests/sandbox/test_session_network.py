@@ -251,6 +251,7 @@ def test_what_a_list_stands_for():
     listed = [Address.of(text) for text in ("PyPI.org:443", "db=10.0.0.5:5432", "pypi.org:80")]
     assert listed[0] == Address("pypi.org", 443) and listed[1].pinned == "10.0.0.5"
     assert inside_ips(listed) == {"pypi.org": "127.77.0.1", "db": "127.77.0.2"}
+    assert inside_ips([Address.of("[127.0.0.1]:80")]) == {"127.0.0.1": "127.0.0.1"}
     private = ["127.0.0.1", "10.1.1.1", "192.168.0.1", "169.254.169.254", "100.64.0.1", "0.0.0.0"]
     private += ["::1", "fe80::1", "fd00::1", "::ffff:10.0.0.1", "64:ff9b::a00:1", "2002:a00:1::"]
     assert public([*private, "224.0.0.1", "93.184.216.34", "2606:2800::1"]) == [

@@ -147,6 +147,8 @@ def task_of(given: Mapping[str, Any], options: Options) -> Task:
         )
     except ValueError as error:
         raise Unsupported(f"task.toml: verifier: {error}") from error
+    if not (folder / "tests/test.sh").is_file():
+        raise Unsupported("it has no tests/test.sh, which says what its work is worth")
     return Task(given["name"], folder, given["instruction"], limits, grading, tuple(plan.actions))
 
 
