@@ -18,6 +18,7 @@ from pathlib import Path
 from areal.environments.hubs.catalog import HUBS
 
 _KEPT_LINES = 15
+_OLDEST = (3, 11)  # that areal's own parts run on, also those inside of a server
 _NUM_NEWER = 4  # minor versions of Python to look for
 _VERSION_S = 60.0
 _INSTALLED = (
@@ -96,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
 
 def interpreter_for(kind: str, given: str | None = None) -> str:
     """`given`, or the first interpreter found that is new enough for `kind`."""
-    oldest = HUBS[kind].python if kind in HUBS else sys.version_info[:2]
+    oldest = HUBS[kind].python if kind in HUBS else _OLDEST
     needed = f"{kind} needs Python {'.'.join(map(str, oldest))} or later"
     if given is not None:
         version = _version(given)

@@ -71,7 +71,8 @@ def main(argv: list[str] | None = None) -> int:
         args = _parse(argv)
         args.as_program = as_program
         exit_code = args.run(args)
-        sys.stdout.flush()  # here, where a closed pipe is an answer
+        if sys.stdout is not None:  # as with >&-
+            sys.stdout.flush()  # here, where a closed pipe is an answer
         return exit_code
     except KeyboardInterrupt:
         return 130
@@ -141,6 +142,8 @@ def _show_traceback(kind: type[BaseException], error: BaseException, where: Any)
 def _nobody_reads() -> bool:
     """Whether the output is a pipe whose reader has ended (`areal show RUN --step 1 | head`); then
     nothing more is written to it."""
+    if sys.stdout is None:
+        return False
     output = sys.stdout.fileno()
     look = select.poll()
     look.register(output, 0)

@@ -38,13 +38,13 @@ class Address:
             raise ValueError(f"sandbox.network: {entry!r}: {_EXPECTED}")
         name, equals, target = entry.partition("=")
         host, colon, port = (target if equals else entry).rpartition(":")
-        if not colon or not (port.isascii() and port.isdigit() and 0 < int(port[:6]) < 65536):
+        if not colon or not _is_port(port):
             raise ValueError(f"sandbox.network: {entry!r:.300} has no port; {_EXPECTED}")
         literal = _ip(host.removeprefix("[").removesuffix("]"))
         if host == "localhost" and not equals:
             literal, name = ipaddress.ip_address("127.0.0.1"), "localhost"
         elif not equals:
-            name = host.lower()
+            name = host.lower() if literal is None else str(literal)
             if literal is not None and not (literal.version == 4 and literal.is_loopback):
                 raise ValueError(
                     f"sandbox.network: {entry!r}: programs inside reach an address by a name; "
@@ -62,6 +62,20 @@ class Address:
                 "be listed: clouds serve credentials there"
             )
         return cls(name, int(port), None if literal is None else str(literal))
+
+
+def check_distinct(addresses: Iterable[Address]) -> None:
+    """ValueError if programs inside could not tell two of them apart."""
+    addresses, seen = list(addresses), {}
+    ips = inside_ips(addresses)
+    for one in addresses:
+        place = (ips[one.name], one.port)
+        if place in seen:
+            raise ValueError(
+                f"sandbox.network: {one.name}:{one.port} is listed twice, or stands for the same "
+                f"address inside as {seen[place].name}:{one.port}"
+            )
+        seen[place] = one
 
 
 def inside_ips(addresses: Iterable[Address]) -> dict[str, str]:
@@ -96,6 +110,10 @@ def _is_public(ip: IPAddress) -> bool:
         ip.sixtofour is not None or ip.teredo is not None or ip in _NAT64
     )
     return ip.is_global and not (is_tunnel or ip.is_multicast or ip.is_reserved)
+
+
+def _is_port(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= 5 and 0 < int(text) < 65536
 
 
 def _inner(ip: IPAddress) -> IPAddress:

@@ -114,10 +114,11 @@ def _shown(limits: SessionLimits) -> tuple[list[str], list[tuple[str, str]]]:
     shown: list[str] = []
     links = list(_LINKS)
     for path in wanted:
-        path = os.path.normpath(path)
-        if os.path.islink(path):
-            links.append((path, os.readlink(path)))
-        elif os.path.exists(path) and not _is_below(path, shown):
+        path, real = os.path.normpath(path), os.path.realpath(path)
+        if os.path.islink(path):  # to be shown with what it leads to
+            links.append((path, real))
+            path = real
+        if os.path.exists(path) and not _is_below(path, shown):
             shown.append(path)
     for path in limits.writable:
         if not any(path != other and is_below(path, other) for other in limits.writable):
@@ -126,7 +127,12 @@ def _shown(limits: SessionLimits) -> tuple[list[str], list[tuple[str, str]]]:
                 raise ValueError(f"sandbox.writable: {path} would hide {inside[0]}")
             links.append((path, session_init.own_folder(path)))
     # A folder that holds something to show cannot be a link.
-    return shown, [(path, to) for path, to in links if not any(_is_below(p, [path]) for p in shown)]
+    places = [*shown, *(path for path, _ in links)]
+    return shown, [
+        (path, to)
+        for path, to in links
+        if not any(place != path and is_below(place, path) for place in places)
+    ]
 
 
 def _network(limits: SessionLimits) -> dict[str, Any]:

@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from areal.sandbox.addresses import MAX_ADDRESSES, Address
+from areal.api.json_text import well_formed
+from areal.sandbox.addresses import MAX_ADDRESSES, Address, check_distinct
 from areal.sandbox.session_init import WORKSPACE
 
+_MAX_LIMIT = 1 << 31  # far more than any machine has
 # Folders that a session has already, or that hold what its processes cannot do without.
 _TAKEN = (
     *("/bin", "/dev", "/etc", "/lib", "/lib32", "/lib64", "/proc", "/sbin", "/sys", "/tmp"),
@@ -40,6 +42,12 @@ class SessionLimits:
             value = getattr(self, one.name)
             if one.type in ("int", "float") and not (_is_number(value) and value > 0):
                 raise ValueError(f"sandbox.{one.name} must be above 0, got {value!r}")
+            if one.type in ("int", "float") and value > _MAX_LIMIT:
+                raise ValueError(
+                    f"sandbox.{one.name} must be at most {_MAX_LIMIT}, got {value!r:.60}"
+                )
+            if one.type == "int" and not isinstance(value, int):
+                raise ValueError(f"sandbox.{one.name} must be a whole number, got {value!r}")
         for path in (self.python, *self.readable):
             if path and not (os.path.isabs(path) and os.path.exists(path)):
                 raise ValueError(
@@ -48,14 +56,13 @@ class SessionLimits:
                 )
         self._check_folders()
         for name, value in self.env.items():
-            if not isinstance(value, str) or "=" in name or "\0" in name + value or not name:
+            if not isinstance(value, str) or not _is_variable(name, value):
                 raise ValueError(f"sandbox.env: {name!r} is not a variable with a text")
         if len(self.network) > MAX_ADDRESSES:
             raise ValueError(
                 f"sandbox.network has {len(self.network)} addresses; at most {MAX_ADDRESSES} fit"
             )
-        for entry in self.network:
-            Address.of(entry)
+        check_distinct(Address.of(entry) for entry in self.network)
 
     def _check_folders(self) -> None:
         for path in self.writable:
@@ -82,15 +89,23 @@ class SessionLimits:
                 raise ValueError(f"sandbox.{key}: unknown key; expected one of {', '.join(known)}")
         given = dict(options)
         for key in ("readable", "writable", "network"):
-            if isinstance(given.get(key, ()), str):
+            if not isinstance(given.get(key, ()), list | tuple):
                 raise ValueError(f"sandbox.{key}: expected a list, got {given[key]!r}")
             given[key] = tuple(given.get(key, ()))
+        if not isinstance(given.get("env", {}), Mapping):
+            raise ValueError(f"sandbox.env: expected variables with texts, got {given['env']!r}")
         return cls(**given)
 
 
 def is_below(path: str, folder: str) -> bool:
     """Whether `path` is `folder`, or lies in it."""
     return path == folder or path.startswith(f"{folder}/")
+
+
+def _is_variable(name: object, value: str) -> bool:
+    if not isinstance(name, str) or not name or "=" in name or "\0" in name + value:
+        return False
+    return well_formed(name + value) == name + value
 
 
 def _is_number(value: object) -> bool:

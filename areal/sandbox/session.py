@@ -17,7 +17,6 @@ file or variable of ours. Commands run in /workspace. Nothing but files survives
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import json
 import socket
@@ -38,11 +37,15 @@ from areal.utils.child_process import describe_exit, spawn
 
 _START_S = 60.0  # on a busy machine
 MAX_FILE_BYTES = 1 << 20  # that `read_file` returns
-MAX_TREE_BYTES = 64 << 20  # that `read_tree` returns
+_MAX_NAMES = 64 << 20  # what an archive of `read_tree` has beside the contents of its files
 _GRACE_S = 10.0  # beyond a call's time, until a session counts as lost
-# -S: sparse files are packed as such. The session's own folders belong to nobody's tree.
+_MAX_LINE = 1 << 16  # of a reply, without its output
+_PIECE = 1 << 20  # of input, sent at once: the event loop has more to do
+# -S: sparse files are packed as such. The session's own folders belong to nobody's tree. A folder
+# that its owner has closed is opened: tar would leave it out, or fail.
 _PACK = (
-    '[ -d "$1" ] || exit 44; exec tar -C "$1" -cSf - --ignore-failed-read --exclude=./.root '
+    '[ -d "$1" ] || exit 44; chmod u+rx "$1" && find "$1/" -type d ! -perm -500 '
+    '-exec chmod u+rx {} ";" && exec tar -C "$1" -cSf - --ignore-failed-read --exclude=./.root '
     "--exclude=./.tmp . 2>/dev/null"
 )
 _NO_FOLDER = 44
@@ -116,9 +119,8 @@ class Session:
                 fds.append(theirs.enter_context(giving).fileno())
                 settings["network_fd"] = giving.fileno()
             argv = command(way, settings, their_end.fileno())
-            # Starting a process blocks for milliseconds.
             try:
-                process = await asyncio.to_thread(_spawn, argv, fds)
+                process = await _spawned(argv, fds)
             except OSError as error:
                 raise SandboxError(f"{argv[0]}: {error.strerror}") from error
             theirs.close()
@@ -132,15 +134,10 @@ class Session:
         return session
 
     async def _shake_hands(self, channel: socket.socket, settings: bytes) -> None:
-        most = max(self._limits.output_bytes, MAX_FILE_BYTES, MAX_TREE_BYTES)
         channel.setblocking(False)
-        self._reader, self._writer = await asyncio.open_connection(
-            sock=channel, limit=2 * most + 4096
-        )
+        self._reader, self._writer = await asyncio.open_connection(sock=channel, limit=_MAX_LINE)
         self._writer.write(struct.pack("<I", len(settings)) + settings)
-        reply = await self._receive(_START_S)
-        if "fatal" in reply:
-            raise SandboxError(printable(str(reply["fatal"]), 500))
+        await self._receive(_START_S)
 
     async def __aenter__(self) -> Session:
         return self
@@ -172,8 +169,7 @@ class Session:
     async def read_file(self, path: str) -> bytes:
         """OSError if it cannot be read, or has more than MAX_FILE_BYTES."""
         command = {"argv": ["cat", "--", path], "output_bytes": MAX_FILE_BYTES}
-        reply = await self._exchange(command, b"", None)
-        data = base64.b64decode(reply["output"])
+        reply, data = await self._exchange(command, b"", None)
         if reply["exit"] != 0 or reply["cut"]:
             too_long = f"has more than {MAX_FILE_BYTES} bytes"
             why = too_long if reply["cut"] else data.decode(errors="replace")
@@ -183,20 +179,20 @@ class Session:
     async def read_tree(self, folder: str) -> bytes:
         """All of a folder, for `write_tree` of another session.
 
-        FileNotFoundError if it does not exist, OSError if it cannot be read or has more than
-        MAX_TREE_BYTES; sparse files count little.
-        Files that commands themselves cannot read are left out.
+        FileNotFoundError if it does not exist, OSError if it cannot be read, or has names of many
+        megabytes. Files that commands themselves cannot read are left out.
         """
         argv = ["sh", "-c", _PACK, "sh", folder]
-        command = {"argv": argv, "output_bytes": MAX_TREE_BYTES, "workdir": "/"}
-        reply = await self._exchange(command, b"", None)
+        most = (self._limits.disk_mb << 20) + _MAX_NAMES
+        command = {"argv": argv, "output_bytes": most, "workdir": "/"}
+        reply, packed = await self._exchange(command, b"", None)
         if reply["exit"] == _NO_FOLDER:
             raise FileNotFoundError(f"{folder} is no folder")
         if reply["exit"] != 0 or reply["cut"] or reply["limit"]:
             why = "it is too large" if reply["cut"] else f"more than {reply['limit']} allows"
             exit_code = f"tar {describe_exit(reply['exit'])}"
             raise OSError(f"{folder}: {why if reply['cut'] or reply['limit'] else exit_code}")
-        return base64.b64decode(reply["output"])
+        return packed
 
     async def write_tree(self, folder: str, data: bytes) -> None:
         """OSError if the session has no room for it, or `data` is none of `read_tree`."""
@@ -211,47 +207,55 @@ class Session:
             await self._writer.wait_closed()
 
     async def _call(self, what: dict[str, Any], stdin: bytes, wall_s: float | None) -> Result:
-        reply = await self._exchange(what, stdin, wall_s)
-        data = base64.b64decode(reply["output"])
+        reply, data = await self._exchange(what, stdin, wall_s)
         output = printable(data.decode(errors="backslashreplace"))
         return Result(reply["exit"], output, reply["cut"], reply["limit"])
 
     async def _exchange(
         self, what: dict[str, Any], stdin: bytes, wall_s: float | None
-    ) -> dict[str, Any]:
+    ) -> tuple[dict[str, Any], bytes]:
+        """The reply, and the output."""
         wall_s = min(wall_s or self._limits.wall_s, self._limits.wall_s)
         request = {
             "output_bytes": self._limits.output_bytes,
-            "stdin": base64.b64encode(stdin).decode(),
+            "stdin": len(stdin),
             "wall_s": wall_s,
             **what,
         }
         async with self._lock:
             try:
                 self._writer.write(json.dumps(request).encode() + b"\n")
-                await self._writer.drain()
-                reply = await self._receive(wall_s + _GRACE_S)
+                reply, output = await self._receive(wall_s + _GRACE_S, stdin)
             except BaseException:  # also a cancelled call: its reply would be read by the next one
                 self._kill()
                 raise
             if self._tunnels is not None:  # who used them is gone
                 self._tunnels.hang_up()
-            return reply
+            return reply, output
 
-    async def _receive(self, timeout_s: float) -> dict[str, Any]:
+    async def _receive(self, timeout_s: float, stdin: bytes = b"") -> tuple[dict[str, Any], bytes]:
+        """Send the rest of a request; the reply, and the bytes that follow it."""
+        reply, data = None, b""
         try:
             async with asyncio.timeout(timeout_s):
+                for start in range(0, len(stdin), _PIECE):
+                    self._writer.write(stdin[start : start + _PIECE])
+                    await self._writer.drain()
                 line = await self._reader.readline()
-            reply = json.loads(line) if line else None
+                reply = json.loads(line) if line else None
+                if isinstance(reply, dict) and "output" in reply:
+                    data = await self._reader.readexactly(reply["output"])
         except TimeoutError:
             raise SandboxError(f"the session did not answer for {timeout_s:g} s") from None
-        except OSError:  # it ended before it had read all
+        except (OSError, EOFError):  # it ended before it had read or said all
             reply = None
         except ValueError as error:
             raise SandboxError(f"the session sent a reply that is not JSON: {error}") from error
         if not isinstance(reply, dict) or not ({"ready", "fatal", "exit"} & reply.keys()):
             raise SandboxError(f"the session ended{self._last_words()}")
-        return reply
+        if "fatal" in reply:
+            raise SandboxError(printable(str(reply["fatal"]), 500))
+        return reply, data
 
     def _last_words(self) -> str:
         self._kill()
@@ -274,8 +278,30 @@ def _receive_tunnels(handed: socket.socket, limits: SessionLimits) -> Tunnels:
     """Sent before the session said that it is ready."""
     addresses = [Address.of(entry) for entry in limits.network]
     handed.setblocking(False)
-    _, fds, _, _ = socket.recv_fds(handed, 1, len(addresses))
-    return Tunnels([socket.socket(fileno=fd) for fd in fds], addresses)
+    _, fds, _, _ = socket.recv_fds(handed, 1, len(addresses), socket.MSG_CMSG_CLOEXEC)
+    listeners = [socket.socket(fileno=fd) for fd in fds]
+    if len(listeners) != len(addresses):  # the kernel leaves out what the process has no room for
+        for listener in listeners:
+            listener.close()
+        raise SandboxError(
+            f"sandbox.network: {len(fds)} of {len(addresses)} sockets arrived: too many files are "
+            "open; raise the limit (ulimit -n)"
+        )
+    return Tunnels(listeners, addresses)
+
+
+async def _spawned(argv: list[str], fds: list[int]) -> subprocess.Popen[bytes]:
+    """In a thread: starting a process blocks for milliseconds. Who is cancelled waits for the end
+    of that: descriptors that were closed before could be others when the process gets them."""
+    starting = asyncio.ensure_future(asyncio.to_thread(_spawn, argv, fds))
+    try:
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        await asyncio.wait([starting])
+        if not starting.cancelled() and starting.exception() is None:
+            starting.result().kill()
+            starting.result().wait()
+        raise
 
 
 def _spawn(argv: list[str], fds: list[int]) -> subprocess.Popen[bytes]:

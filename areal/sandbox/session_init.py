@@ -1,12 +1,15 @@
 """Process 1 of a sandbox session: runs one command after another, each confined and then killed.
 
 `isolation` starts it, inside of new namespaces (`namespaces.py` or bubblewrap). It is the only
-process that lives between calls. Both directions of its socket carry JSON lines, bytes as base64:
+process that lives between calls. Both directions of its socket carry JSON lines, and the bytes
+whose number a line gives follow it as they are:
 
-    parent -> child   {"argv": [...]} or {"code": "..."}, with "stdin", "wall_s", "output_bytes",
-                      and "workdir" if it is another than the session's
-    child -> parent   {"ready": true} | {"fatal": text}, then per call
-                      {"exit": code, "output": ..., "cut": bool, "limit": name or null}
+    parent -> child   {"argv": [...]} or {"code": "..."}, with "stdin" (a number of bytes),
+                      "wall_s", "output_bytes", and "workdir" if it is another than the session's
+    child -> parent   {"ready": true} | {"fatal": text}, then per call {"fatal": text} or {"exit":
+                      code, "output": a number of bytes, "cut": bool, "limit": name or null}
+
+"fatal" is never about what the code did: the command could not be confined, and did not run.
 
 Code is run in a fork of this process, which saves the start of an interpreter. A command runs as
 another user where there are two (started by root), without capabilities, under resource limits and
@@ -18,7 +21,6 @@ Standard library only: it is loaded by its path, without site-packages.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import ctypes
 import json
@@ -70,7 +72,9 @@ def main(channel: socket.socket, limits: dict[str, Any]) -> None:
     requests = channel.makefile("rb")
     send(channel, {"ready": True})
     for line in requests:
-        send(channel, _Call(json.loads(line), limits, libc).run())
+        request = json.loads(line)
+        call = _Call(request, requests.read(request["stdin"]), limits, libc)
+        send(channel, *call.run())
 
 
 def own_folder(path: str) -> str:
@@ -90,9 +94,10 @@ def _make_folders(paths: list[str]) -> None:
                     os.chown(folder, AGENT_ID, AGENT_ID)
 
 
-def send(channel: socket.socket, message: dict[str, Any]) -> None:
+def send(channel: socket.socket, message: dict[str, Any], data: bytes | bytearray = b"") -> None:
     try:
         channel.sendall(json.dumps(message).encode() + b"\n")
+        channel.sendall(data)
     except (BrokenPipeError, ConnectionResetError):
         os._exit(0)  # the parent has exited
 
@@ -100,9 +105,11 @@ def send(channel: socket.socket, message: dict[str, Any]) -> None:
 class _Call:
     """One command: feeds its input, takes its output, counts, and ends all of it."""
 
-    def __init__(self, request: dict[str, Any], limits: dict[str, Any], libc: Any) -> None:
+    def __init__(
+        self, request: dict[str, Any], stdin: bytes, limits: dict[str, Any], libc: Any
+    ) -> None:
         self._limits = limits
-        self._stdin = base64.b64decode(request.get("stdin", ""))
+        self._stdin = memoryview(stdin)  # what is left of it; a slice copies nothing
         self._output = bytearray()
         self._max_output = request["output_bytes"]
         self._is_cut = False
@@ -110,14 +117,15 @@ class _Call:
         self._deadline = time.monotonic() + request["wall_s"]
         from_agent, agent_out = os.pipe()
         agent_in, to_agent = os.pipe()
+        self._fault, fault = os.pipe()
         self._pid = os.fork()
         if self._pid == 0:
-            _become_agent(request, limits, libc, agent_in, agent_out)
-        os.close(agent_in)
-        os.close(agent_out)
+            _become_agent(request, limits, libc, (agent_in, agent_out, fault))
+        for fd in (agent_in, agent_out, fault):
+            os.close(fd)
         self._from, self._to = from_agent, to_agent
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> tuple[dict[str, Any], bytes | bytearray]:
         for pipe in (self._from, self._to):
             os.set_blocking(pipe, False)
         poller = select.poll()
@@ -138,12 +146,15 @@ class _Call:
         code = self._end()
         while self._take():  # what it left in the pipe
             pass
-        for fd in {self._from, end}:
+        fault = os.read(self._fault, _READ_BYTES)  # its other end is closed: all have ended
+        for fd in {self._from, self._fault, end}:
             os.close(fd)
         with contextlib.suppress(OSError):
             os.close(self._to)
-        output = base64.b64encode(self._output).decode()
-        return {"exit": code, "output": output, "cut": self._is_cut, "limit": limit}
+        if fault:
+            return {"fatal": fault.decode(errors="replace")}, b""
+        told = {"exit": code, "output": len(self._output), "cut": self._is_cut, "limit": limit}
+        return told, self._output
 
     def _feed(self) -> bool:
         """False when all was written, or nobody reads it."""
@@ -224,18 +235,21 @@ def _read(path: str) -> bytes:
 
 
 def _become_agent(
-    request: dict[str, Any], limits: dict[str, Any], libc: Any, stdin: int, output: int
+    request: dict[str, Any], limits: dict[str, Any], libc: Any, pipes: tuple[int, int, int]
 ) -> None:
-    """In the fork: confine this process, then run the command. Does not return."""
+    """In the fork: confine this process, then run the command. Does not return.
+
+    `pipes`: its input, its output, and where it says that it could not be confined.
+    """
+    stdin, output, fault = pipes
+    try:
+        _confine(limits, libc, stdin, output, fault)
+    except BaseException as error:
+        os.write(fault, f"{type(error).__name__}: {error}"[:500].encode(errors="replace"))
+        os._exit(126)
+    os.close(fault)
     code = 126
     try:
-        for fd, place in ((stdin, 0), (output, 1), (output, 2)):
-            os.dup2(fd, place)
-        os.closerange(3, 65536)
-        os.setpgid(0, 0)
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-        _limit_resources(limits)
-        _drop_privileges(libc, limits)
         os.chdir(request.get("workdir", limits["workdir"]))
         if "code" in request:
             os.environ.clear()
@@ -251,6 +265,17 @@ def _become_agent(
         os.write(2, f"{type(error).__name__}: {error}\n".encode())
     finally:
         os._exit(code)
+
+
+def _confine(limits: dict[str, Any], libc: Any, stdin: int, output: int, fault: int) -> None:
+    for fd, place in ((stdin, 0), (output, 1), (output, 2)):
+        os.dup2(fd, place)
+    os.closerange(3, fault)
+    os.closerange(fault + 1, 65536)
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    _limit_resources(limits)
+    _drop_privileges(libc, limits)
 
 
 def _limit_resources(limits: dict[str, Any]) -> None:

@@ -13,7 +13,9 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from areal.sandbox.addresses import Address, public
@@ -24,6 +26,9 @@ logger = logging.getLogger("Sandbox")
 MAX_CONNECTIONS = 32  # of one session; more are closed at once
 _CONNECT_S = 30.0
 _CHUNK = 1 << 16
+# Threads of their own: a program inside may ask for many names that take long to look up, and the
+# event loop's threads have the work of all episodes to do.
+_LOOKUPS = ThreadPoolExecutor(max_workers=4, thread_name_prefix="sandbox-lookup")
 
 
 class Tunnels:
@@ -35,6 +40,7 @@ class Tunnels:
             for listener, address in zip(listeners, addresses, strict=True)
         ]
         self._open: set[asyncio.Task[None]] = set()
+        self._warned: set[Address] = set()
 
     def hang_up(self) -> None:
         """End all connections; new ones may follow."""
@@ -59,9 +65,30 @@ class Tunnels:
             if len(self._open) >= MAX_CONNECTIONS:
                 near.close()
                 continue
-            task = _owning(near, _carry(near, address), f"sandbox-to-{address.name}")
+            task = _owning(near, self._carry(near, address), f"sandbox-to-{address.name}")
             self._open.add(task)
             task.add_done_callback(self._open.discard)
+
+    async def _carry(self, near: socket.socket, address: Address) -> None:
+        """One connection, to its end. A host that cannot be reached hangs up."""
+        near.setblocking(False)
+        try:
+            async with asyncio.timeout(_CONNECT_S):
+                far = await _connect(address)
+        except (OSError, TimeoutError) as error:
+            self._warn(address, error)
+            return
+        with far:
+            async with asyncio.TaskGroup() as both:
+                both.create_task(_copy(near, far), name="sandbox-out")
+                both.create_task(_copy(far, near), name="sandbox-in")
+
+    def _warn(self, address: Address, error: Exception) -> None:
+        """Once for each address of a session: programs inside may try thousands of times."""
+        if address not in self._warned:
+            self._warned.add(address)
+            why = str(error) or type(error).__name__
+            logger.warning("sandbox.network: %s:%d: %s", address.name, address.port, why)
 
 
 def _owning(end: socket.socket, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
@@ -71,28 +98,13 @@ def _owning(end: socket.socket, work: Coroutine[Any, Any, None], name: str) -> a
     return task
 
 
-async def _carry(near: socket.socket, address: Address) -> None:
-    """One connection, to its end. A host that cannot be reached hangs up."""
-    near.setblocking(False)
-    try:
-        async with asyncio.timeout(_CONNECT_S):
-            far = await _connect(address)
-    except (OSError, TimeoutError) as error:
-        why = str(error) or type(error).__name__
-        logger.warning("sandbox.network: %s:%d: %s", address.name, address.port, why)
-        return
-    with far:
-        async with asyncio.TaskGroup() as both:
-            both.create_task(_copy(near, far), name="sandbox-out")
-            both.create_task(_copy(far, near), name="sandbox-in")
-
-
 async def _connect(address: Address) -> socket.socket:
     loop = asyncio.get_running_loop()
     if address.pinned is not None:
         ips = [address.pinned]
     else:
-        found = await loop.getaddrinfo(address.name, address.port, type=socket.SOCK_STREAM)
+        look_up = partial(socket.getaddrinfo, type=socket.SOCK_STREAM)
+        found = await loop.run_in_executor(_LOOKUPS, look_up, address.name, address.port)
         resolved = list(dict.fromkeys(str(one[4][0]) for one in found))
         ips = public(resolved)
         if not ips:

@@ -83,6 +83,7 @@ def test_a_hub_that_needs_a_newer_python_finds_one_or_says_what_to_install(tmp_p
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     assert interpreter_for("textarena") == str(tmp_path / "own")
+    assert interpreter_for("vllm", str(tmp_path / "own")) == str(tmp_path / "own")
     install = "harbor needs Python 3.12 or later; areal runs on .*.*apt-get install python3.12-"
     with pytest.raises(ValueError, match=install):
         interpreter_for("harbor")

@@ -127,12 +127,19 @@ CHEATS = {
     "tests of its own": "cd /workspace/.root; mkdir tests; echo 7 | tee tests/expected app/answer",
     "its folder as a link": "cd /workspace/.root; rm -rf app; ln -s tests app",
     "no folder": "rm -rf /workspace/.root",
+    "a closed folder": "chmod 000 /app",
+    "a link that cannot be removed": (
+        "ln -s /tests/expected answer; for x in 1 2 3; do ln -s data $x; done; chmod 555 ."
+    ),
+    "a package of its user": (
+        "p=$(python3 -m site --user-site); mkdir -p $p; echo 'print(1, 2, 3)' > $p/usercustomize.py"
+    ),
 }
 
 
 @needs_sandbox
 async def test_a_model_that_cheats_earns_nothing(tmp_path, hub):
-    test = TEST.replace("$(cat /app/answer)", "$(cd /tests; cat /app/answer)")
+    test = TEST.replace("$(cat /app/answer)", "$(cd /tests; python3 -c ''; cat /app/answer)")
     envs = hub(write_task(tmp_path, test=test))
     for name, cheat in CHEATS.items():
         _, reward = await play(envs, [cheat, "exit"])
@@ -158,6 +165,24 @@ async def test_tests_without_a_verdict_fail_the_episode(tmp_path, hub):
     for number, (_, says) in enumerate(VERDICTS):
         with pytest.raises(EnvError, match=f"(?s){says}"):
             await play(envs, ["exit"], seed=number)
+
+
+@needs_sandbox
+async def test_a_verdict_of_tests_that_did_not_end_is_none(tmp_path, hub):
+    endless = "#!/bin/sh\necho 1 > /logs/verifier/reward.txt\nsleep 999\n"
+    folder = write_task(tmp_path, test=endless)
+    (folder / "task.toml").write_text("[verifier]\ntimeout_sec = 3\n")
+    with pytest.raises(EnvError):
+        await play(hub(folder), ["exit"])
+
+
+@needs_sandbox
+async def test_a_build_makes_its_folders_and_sees_its_arguments(tmp_path, hub):
+    made = "FROM ubuntu\nARG LEVEL=3\nWORKDIR /app/a\nRUN echo $LEVEL > x\nWORKDIR /app/b\n"
+    made += "COPY data/numbers /opt/first\n"
+    look = "pwd; cat ../a/x; head -1 /opt/first"
+    seen, _ = await play(hub(write_task(tmp_path, dockerfile=made)), [look, "exit"])
+    assert seen[1] == "/app/b\n3\n3" + PROMPT
 
 
 @needs_sandbox
@@ -199,11 +224,16 @@ async def test_tasks_of_tests_are_held_out_and_unsupported_ones_refused_or_left_
         ("FROM ubuntu AS a\nFROM ubuntu", "Dockerfile:2: a second FROM"),
         ("FROM ubuntu\nCOPY --from=a /x /y", "COPY --from=a cannot be stood in for"),
         ("FROM ubuntu\nADD https://a.b/c /y", "addresses and archives"),
-        ("FROM ubuntu\nCOPY x /usr/local/bin/x", "sandbox.writable: '/usr' cannot be a folder"),
+        ("FROM ubuntu\nCOPY data /usr/local/bin/x", "sandbox.writable: '/usr' cannot be a folder"),
         ('FROM ubuntu\nSHELL ["bash"]', "SHELL cannot be stood in for"),
         ("FROM ubuntu\nRUN <<EOF", "here-document"),
         ("FROM ubuntu\nRUN [", "Dockerfile:2: "),
         ("FROM ubuntu\nCOPY x", "COPY needs a source and a target"),
+        ("FROM ubuntu\nCOPY nothing /app/", "copies 'nothing', which does not exist"),
+        ("FROM ubuntu\nCOPY data/numbers /numbers", "copies to /, which is read-only"),
+        ("FROM ubuntu\nCOPY data .", "copies to /, which is read-only"),
+        ("FROM ubuntu\nCOPY //etc /app/", "copies '//etc', which does not exist"),
+        ("FROM ubuntu\nCOPY ../tests /app/", "tests leads out of its folder"),
         ("RUN ls", "no FROM"),
         ("FROM ubuntu\nRUN ls \\", "the last line is continued by none"),
     ],
@@ -221,6 +251,7 @@ def test_dockerfiles_that_no_sandbox_stands_in_for(tmp_path, dockerfile, says):
         ({"steps": [{"name": "a"}]}, "task.toml: steps is not run"),
         ({"environment": {"gpus": 1}}, "task.toml: environment.gpus is not run"),
         ({"environment": {"os": "windows"}}, "environment.os is 'windows'"),
+        ({"verifier": {"timeout_sec": float("inf")}}, "task.toml: verifier: sandbox.wall_s must"),
         ({"environment": {"env": {"KEY": "${HOST_KEY}"}}}, "environment.env.KEY is a variable of"),
         ({"verifier": {"env": {"KEY": "${HOST_KEY}"}}}, "verifier.env.KEY is a variable of"),
         (
@@ -246,6 +277,9 @@ def test_a_compose_file_is_refused_and_options_open_doors(tmp_path):
     assert task.actions == () and task.limits.network == ("a.org:80",)
     assert task.limits.writable == ("/data", "/home/me", "/logs")
     assert task.limits.workdir == "/home/me/x" and "/tests" not in task.limits.writable
+    (folder / "tests/test.sh").unlink()
+    with pytest.raises(Unsupported, match=r"it has no tests/test.sh"):
+        task_of(given, options)
     (folder / "environment/docker-compose.yaml").write_text("services: {}")
     with pytest.raises(Unsupported, match=r"docker-compose.yaml: several containers"):
         task_of(given, options)
@@ -273,7 +307,12 @@ def test_files_outside_of_a_task_are_not_copied(tmp_path):
     folder = write_task(tmp_path / "task", dockerfile="FROM ubuntu\nCOPY link /app/\n")
     (folder / "environment/link").symlink_to(tmp_path / "secret")
     given = {"name": "x", "folder": str(folder), "instruction": "", "config": {}}
+    with pytest.raises(Unsupported, match="leads out of its folder"):
+        task_of(given, Options())
+    (folder / "environment/link").unlink()
+    (folder / "environment/link").mkdir()
     task = task_of(given, Options())
+    (folder / "environment/link/inner").symlink_to(tmp_path / "secret")
     with pytest.raises(Unsupported, match="leads out of its folder"):
         task.copied(task.actions[0])
     for source in ("..", "../../secret", "nothing"):

@@ -82,12 +82,45 @@ async def test_a_call_may_have_less_time_and_what_was_written_is_returned():
         assert slow.text == "begun\n[ended: more than wall_s allows]"
 
 
+async def test_a_link_is_shown_with_what_it_leads_to(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "file").write_text("hello")
+    (tmp_path / "between").symlink_to("folder")
+    (tmp_path / "link").symlink_to("between")
+    limits = SessionLimits(readable=(str(tmp_path / "link"),))
+    async with await Session.start(limits) as session:
+        assert (await session.shell(f"cat {tmp_path}/link/file")).output == "hello"
+
+
 async def test_a_session_that_is_gone_is_our_failure_and_no_result():
     session = await Session.start()
     os.kill(session._process.pid, signal.SIGKILL)
     with pytest.raises(SandboxError, match="the session ended"):
         await session.python("print(1)")
     await session.close()
+
+
+async def test_a_command_that_cannot_be_confined_is_our_failure_and_no_result():
+    limits = SessionLimits()
+    object.__setattr__(limits, "cpu_s", float("inf"))  # something that no check has foreseen
+    async with await Session.start(limits) as session:
+        with pytest.raises(SandboxError, match="OverflowError"):
+            await session.shell("echo hello")
+
+
+async def test_large_input_and_output_arrive_whole():
+    data = bytes(range(256)) * (3 << 12)  # more than a pipe holds, and than is sent at once
+    async with await Session.start(SessionLimits(wall_s=900.0)) as session:
+        await session.write_file("data", data)
+        tree = await session.read_tree("/workspace")
+        await session.write_tree("/workspace/copy", tree)
+        assert (
+            await session.shell("cmp data copy/data && wc -c < data")
+        ).output == f"{len(data)}\n"
+        with pytest.raises(OSError, match="has more than"):
+            await session.read_file("data")
+        await session.shell("head -c 99999 data > some")
+        assert await session.read_file("some") == data[:99999]
 
 
 async def test_a_cancelled_call_ends_the_session():
@@ -131,6 +164,10 @@ async def test_where_no_way_works_the_error_says_what_to_change(monkeypatch):
         ({"memory": 5}, "sandbox.memory: unknown key; expected one of wall_s"),
         ({"wall_s": 0}, "sandbox.wall_s must be above 0, got 0"),
         ({"disk_mb": "many"}, "sandbox.disk_mb must be above 0, got 'many'"),
+        ({"wall_s": float("nan")}, "sandbox.wall_s must be above 0, got nan"),
+        ({"cpu_s": float("inf")}, "sandbox.cpu_s must be at most [0-9]+, got inf"),
+        ({"memory_mb": 10**30}, "sandbox.memory_mb must be at most [0-9]+, got 1000"),
+        ({"max_processes": 2.5}, "sandbox.max_processes must be a whole number, got 2.5"),
         ({"python": "venv/bin/python"}, "does not exist, or is not an absolute path"),
         ({"writable": ["app"]}, "sandbox.writable: 'app' cannot be a folder of a session's own"),
         ({"writable": ["/app/.."]}, "cannot be a folder of a session's own"),
@@ -138,6 +175,9 @@ async def test_where_no_way_works_the_error_says_what_to_change(monkeypatch):
         ({"writable": "/app"}, "sandbox.writable: expected a list, got '/app'"),
         ({"workdir": "/app"}, "sandbox.workdir: '/app' is no folder .*sandbox.writable"),
         ({"env": {"A": 1}}, "sandbox.env: 'A' is not a variable with a text"),
+        ({"env": {"A": "\ud800"}}, "sandbox.env: 'A' is not a variable with a text"),
+        ({"env": ["A"]}, "sandbox.env: expected variables with texts, got \\['A'\\]"),
+        ({"network": None}, "sandbox.network: expected a list, got None"),
     ],
 )
 def test_mistakes_name_the_key(options, message):

@@ -50,6 +50,7 @@ class Plan:
     image: str = ""
     workdir: str = "/"
     env: dict[str, str] = field(default_factory=dict)
+    arguments: dict[str, str] = field(default_factory=dict)  # that RUN sees as variables, too
     actions: list[Copy | Run] = field(default_factory=list)
 
 
@@ -80,14 +81,19 @@ def _apply(
     elif keyword == "ENV":
         plan.env |= _assignments(rest, known)
     elif keyword == "ARG":
-        arguments |= {name: known.get(name, value) for name, value in _pairs(rest, known)}
+        given = {name: known.get(name, value) for name, value in _pairs(rest, known)}
+        arguments |= given
+        plan.arguments |= given if plan.image else {}
     elif keyword in ("COPY", "ADD"):
         plan.actions.append(_copy(keyword, rest, known, plan.workdir))
     elif keyword == "RUN":
         command, script = _command(rest)
         fetcher = _INSTALLERS.search(script)
         if fetcher is None:
-            plan.actions.append(Run(command, plan.workdir))
+            seen = [
+                f"{key}={value}" for key, value in plan.arguments.items() if key not in plan.env
+            ]
+            plan.actions.append(Run(("env", *seen, *command) if seen else command, plan.workdir))
         elif not skip_installs:
             raise Unsupported(
                 f"RUN uses {fetcher[1]}, and a sandbox installs and fetches nothing: install on "

@@ -13,6 +13,7 @@ fail the episode.
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Mapping
 from contextlib import suppress
@@ -39,17 +40,19 @@ _PAGE = 50  # tasks of one answer
 # nothing of the model's may wait where the tests and their verdict go.
 _CLEAN = """
 cd / && find /workspace -type l -exec sh -c '
+drop() { rm -f "$1" || { chmod u+w "${1%/*}" && rm -f "$1"; } || exit 1; }
 for link; do
-    case $(readlink "$link") in */proc/*|*/proc) rm -f "$link"; continue;; esac
+    case $(readlink "$link") in */proc/*|*/proc) drop "$link"; continue;; esac
     case $(readlink -f "$link")/ in
-        /workspace/.root/tests/*|/workspace/.root/logs/*) rm -f "$link";;
+        /workspace/.root/tests/*|/workspace/.root/logs/*) drop "$link";;
         /workspace/*) ;;
-        *) rm -f "$link";;
+        *) drop "$link";;
     esac
 done' sh {} + &&
 cd /workspace/.root && rm -rf tests logs &&
 mkdir -p tests logs/verifier logs/agent logs/artifacts
 """
+_RUN = 'mkdir -p "$0" && cd "$0" && exec "$@"'  # a WORKDIR that does not exist is made
 _MAKE_LOGS = "mkdir -p /logs/verifier /logs/agent /logs/artifacts"
 
 
@@ -143,9 +146,10 @@ class HarborEnv:
         await self._shell(session, _MAKE_LOGS)
         for action in self._task.actions:
             if isinstance(action, Copy):
-                await session.write_tree("/", self._task.copied(action))
+                files = await asyncio.to_thread(self._task.copied, action)
+                await session.write_tree("/", files)
             else:
-                await self._shell(session, 'cd "$0" && exec "$@"', action.workdir, *action.command)
+                await self._shell(session, _RUN, action.workdir, *action.command)
         if self._options.interface == "tools":
             self.tools = sandbox_tools(session)
         told = self._task.instruction.strip()
@@ -179,8 +183,10 @@ class HarborEnv:
             for root, tree in trees.items():
                 await clean.write_tree(root, tree)
             await self._shell(clean, _CLEAN)
-            await clean.write_tree("/", task.tests())
+            await clean.write_tree("/", await asyncio.to_thread(task.tests))
             result = await clean.shell("chmod +x /tests/test.sh && exec /tests/test.sh")
+            if result.limit:  # what they have left is no verdict
+                raise self._fault(f"the tests did not end:\n{printable(result.text, 2000)}")
             return await self._reward(clean, result.text)
 
     async def _reward(self, clean: Session, said: str) -> float:

@@ -42,7 +42,7 @@ class Options:
 
     interface: str = "commands"  # each reply is a shell command, or "tools": Python, shell, files
     instructions: str = ""  # a system message
-    command_s: float = 60.0  # of one command
+    command_s: float = 30.0  # of one command; below `timeout_s` of the workflow
     max_commands: int = 64  # then the task is graded as it is
     max_disk_mb: int = 256  # files are kept in memory, whatever storage_mb says
     images: list[str] = field(default_factory=list)  # more that this machine stands in for
@@ -128,16 +128,27 @@ def task_of(given: Mapping[str, Any], options: Options) -> Task:
     if environment.get("workdir"):
         plan.workdir = environment["workdir"]
     env = {**plan.env, **_plain(environment.get("env"), "environment.env")}
-    limits = _limits(plan, environment, env, options)
+    copies = [one for one in plan.actions if isinstance(one, Copy)]
+    folders = [_target_folder(folder / "environment", one) for one in copies]
+    folders += [plan.workdir, *(one.workdir for one in plan.actions if isinstance(one, Run))]
+    own = {_root(path) for path in folders} - {WORKSPACE, "/"}
+    limits = _limits(own, plan.workdir, environment, env, options)
     wall_s = float(verifier.get("timeout_sec", 600.0))
-    grading = replace(
-        limits,
-        wall_s=wall_s,
-        disk_mb=2 * limits.disk_mb,  # the tests need room, too
-        cpu_s=wall_s * max(1, environment.get("cpus") or 1),
-        writable=(*limits.writable, "/tests"),
-        env={**env, **_plain(verifier.get("env"), "verifier.env")},
-    )
+    more = _plain(verifier.get("env"), "verifier.env")
+    try:
+        grading = replace(
+            limits,
+            wall_s=wall_s,
+            disk_mb=2 * limits.disk_mb,  # the tests need room, too
+            cpu_s=wall_s * max(1, environment.get("cpus") or 1),
+            writable=(*limits.writable, "/tests"),
+            # The home is the model's: its packages there would run in each Python of the tests.
+            env={"PYTHONNOUSERSITE": "1", **env, **more},
+        )
+    except ValueError as error:
+        raise Unsupported(f"task.toml: verifier: {error}") from error
+    if not (folder / "tests/test.sh").is_file():
+        raise Unsupported("it has no tests/test.sh, which says what its work is worth")
     return Task(given["name"], folder, given["instruction"], limits, grading, tuple(plan.actions))
 
 
@@ -168,11 +179,12 @@ def _stands_in(image: str, accepted: list[str]) -> bool:
 
 
 def _limits(
-    plan: Plan, environment: Mapping[str, Any], env: dict[str, str], options: Options
+    own: set[str],
+    workdir: str,
+    environment: Mapping[str, Any],
+    env: dict[str, str],
+    options: Options,
 ) -> SessionLimits:
-    targets = [one.target for one in plan.actions if isinstance(one, Copy)]
-    targets += [one.workdir for one in plan.actions if isinstance(one, Run)]
-    own = {_root(path) for path in (plan.workdir, *targets)} - {WORKSPACE, "/"}
     basis = options.limits()
     try:
         return replace(
@@ -180,7 +192,7 @@ def _limits(
             memory_mb=environment.get("memory_mb") or 2048,
             disk_mb=min(environment.get("storage_mb") or basis.disk_mb, basis.disk_mb),
             writable=tuple(sorted({*own, "/logs", *basis.writable})),
-            workdir=plan.workdir,
+            workdir=workdir,
             env=env,
         )
     except ValueError as error:
@@ -206,21 +218,45 @@ def _plain(env: Mapping[str, str] | None, key: str) -> dict[str, str]:
 Files = Iterator[tuple[str, bytes, int]]  # path, content, mode
 
 
-def _copied(context: Path, action: Copy) -> Files:
+def _sources(context: Path, action: Copy) -> list[Path]:
+    """Files and folders that it copies; Unsupported if there are none, or they lie elsewhere."""
+    sources: list[Path] = []
     for pattern in action.sources:
-        name = pattern.removeprefix("./").removeprefix("/")
-        found = sorted(context.glob(name)) if name not in ("", ".") else [context]
+        name = pattern.removeprefix("./").lstrip("/")
+        try:
+            found = sorted(context.glob(name)) if name not in ("", ".") else [context]
+        except ValueError as error:
+            raise Unsupported(f"environment/Dockerfile copies {pattern!r}: {error}") from error
         if not found:
             raise Unsupported(f"environment/Dockerfile copies {pattern!r}, which does not exist")
-        for source in found:
-            if not source.resolve().is_relative_to(context.resolve()):
-                raise Unsupported(f"{source} leads out of its folder")
-            if source.is_dir():
-                yield from _tree(source, action.target, without=context / "Dockerfile")
-            elif source != context / "Dockerfile":
-                is_folder = action.target.endswith("/")
-                target = action.target + source.name if is_folder else action.target
-                yield target, _contents(source, context), _mode(source)
+        sources += found
+    for source in sources:
+        if not source.resolve().is_relative_to(context.resolve()):
+            raise Unsupported(f"{source} leads out of its folder")
+    return sources
+
+
+def _target_folder(context: Path, action: Copy) -> str:
+    """Which it writes to."""
+    sources = _sources(context, action)  # first: it refuses what cannot be copied
+    is_folder = action.target.endswith("/") or any(map(Path.is_dir, sources))
+    folder = action.target if is_folder else posixpath.dirname(action.target)
+    if not folder.strip("/"):
+        raise Unsupported(
+            "environment/Dockerfile copies to /, which is read-only in a session; copy to a folder "
+            "such as /app"
+        )
+    return folder
+
+
+def _copied(context: Path, action: Copy) -> Files:
+    for source in _sources(context, action):
+        if source.is_dir():
+            yield from _tree(source, action.target, without=context / "Dockerfile")
+        elif source != context / "Dockerfile":
+            is_folder = action.target.endswith("/")
+            target = action.target + source.name if is_folder else action.target
+            yield target, _contents(source, context), _mode(source)
 
 
 def _tree(folder: Path, target: str, without: Path | None = None) -> Files:

@@ -98,10 +98,12 @@ class EpisodeTools:
         self.tools += client.tools
 
     async def close(self) -> None:
-        for client in self.own:
-            await client.close()
-        while self.shared:
-            await self._leave(self.shared.pop())
+        try:
+            for client in self.own:
+                await client.close()
+        finally:
+            while self.shared:
+                await self._leave(self.shared.pop())
 
 
 def _is_usable(client: McpClient) -> bool:
