@@ -4,6 +4,7 @@
 #                   OpenEnv read what areal export writes; tools of servers of the MCP SDK
 # make test-eval  run lm-eval and inspect-ai from .venv-eval against areal serve
 # make test-browser  look at the dashboard with a real Chromium
+# make test-wheel  build the wheel, install it into an empty environment, and train a short demo there
 # make test-multi-gpu  runs over several GPUs, on a machine that has them; others are skipped with the reason
 # make test-vllm  tests against a real vLLM server; needs areal env create vllm
 # make docs       build the documentation into site/, without a network
@@ -21,7 +22,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 MARKDOWN := $(wildcard *.md docs examples benchmark docker .github)
 
-.PHONY: demo test test-agents test-eval test-browser test-multi-gpu test-vllm docs lint format
+.PHONY: demo test test-agents test-eval test-browser test-wheel test-multi-gpu test-vllm docs lint format
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -44,6 +45,10 @@ test-browser: $(VENV)/.installed-dev .venv-browser/.installed
 	@command -v chromium >/dev/null || { echo \
 	"make test-browser needs Chromium: install it (Debian: apt-get install chromium)" >&2; exit 1; }
 	$(BIN)/python -m pytest -m real_browser tests/dashboard/test_page.py
+
+# With the packages of .venv, because to install them again takes longer than the rest.
+test-wheel: $(VENV)/.installed-dev
+	$(BIN)/python scripts/release.py --demo --borrow
 
 test-multi-gpu: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m multi_gpu -rs tests

@@ -51,12 +51,15 @@ def group(version: int) -> dict:
     }
 
 
-def computed(num_groups: int, *, has_entropy: bool) -> dict:
-    """What training computes: position t is about token t + 1."""
+def computed(num_groups: int, step: int) -> dict:
+    """What training computes: position t is about token t + 1. It has no entropy in step 0, and
+    none of the first sample in step 1."""
     rows = GROUP * num_groups
-    entropy = {"entropy": torch.arange(5.0).expand(rows, 5) / 2} if has_entropy else {}
+    entropy = torch.arange(5.0).repeat(rows, 1) / 2
+    if step == 1:
+        entropy[0] = torch.nan
     return {
-        **entropy,
+        **({"entropy": entropy} if step > 0 else {}),
         "rewards": torch.tensor([1.0, 0.0] * num_groups),
         "advantages": torch.arange(5.0).expand(rows, 5),
         "prox_logp": torch.full((rows, 5), -0.5),
@@ -64,8 +67,7 @@ def computed(num_groups: int, *, has_entropy: bool) -> dict:
 
 
 class WrittenRun:
-    """`steps` steps of two prompts each, the first without entropies; one more group finished, one
-    failed, one running."""
+    """`steps` steps of two prompts each; one more group finished, one failed, one running."""
 
     def __init__(self, root: Path, *, steps: int = 3, config: str = CONFIG, **stats: float) -> None:
         self.root = root
@@ -103,7 +105,7 @@ class WrittenRun:
         self.settle(prompts)
         self.ledger.trained(ids, step, step)
         batch = Batch(step, ids, [group(step) for _ in ids], [])
-        self.recorder.record(batch, computed(2, has_entropy=step > 0), step)
+        self.recorder.record(batch, computed(2, step), step)
         times = {"timeperf/step": 2.0, "timeperf/train": 1.0, "timeperf/rollout": 0.6}
         usual = {"rollout/reward": 0.5, "tokens": 18.0, "server/busy_s": float(step)}
         self.database.record_step(step, {**times, **usual, "server/servers": 1.0, **stats})

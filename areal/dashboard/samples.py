@@ -33,8 +33,8 @@ _STRIPS = {
     "entropy": "entropy",
 }
 NO_ENTROPY = (
-    "entropy was not computed: only steps with a log-probability pass compute it "
-    "(actor.recompute_logprob or actor.use_decoupled_loss)"
+    "entropy was not computed: training skipped this sample, whose advantages are 0, or ran in "
+    "other processes; the pass of actor.use_decoupled_loss before training has every sample"
 )
 _FIELDS = "task_id, sample, episode, step, reward, length, is_cut"
 

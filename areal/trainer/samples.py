@@ -5,7 +5,8 @@ In: the batch of a step and the tensors that training computed for it. Out: rows
 tokenizer.
 
     ids mask versions logprobs                 as the workflow returned them
-    advantages prox_logp ref_logp entropy      as training computed them, where it did
+    advantages prox_logp ref_logp entropy      as training computed them, where it did; it gives
+                                               no entropy (NaN) of a sample it skipped
 
 Bounded: at most `_MAX_STEPS` steps of a run, of each the first group of its batch, of that at most
 `_MAX_TOKENS` tokens.
@@ -53,6 +54,8 @@ class SampleRecorder:
         values = _per_token(group, data)
         for row, length in enumerate(group["attention_mask"].sum(dim=1).int().tolist()):
             tensors = {key: value[row, :length] for key, value in values.items()}
+            if "entropy" in tensors and np.isnan(tensors["entropy"]).any():
+                del tensors["entropy"]
             room -= length
             if room < 0 and samples:
                 break

@@ -119,7 +119,10 @@ def test_tokens_of_a_trained_sample(finished):
         assert sample["entropy"] == [0, 0, 0.5, 1, 1.5] and sample["missing"] == ""
         first = read_sample(run, task_id=0, sample=1)
         assert first is not None and "entropy" not in first
-        assert "actor.recompute_logprob" in first["missing"]
+        assert "actor.use_decoupled_loss" in first["missing"]
+        skipped, other = (read_sample(run, task_id=2, sample=row) for row in range(2))
+        assert skipped is not None and "entropy" not in skipped and skipped["missing"]
+        assert other is not None and other["entropy"] == sample["entropy"]
         assert read_sample(run, task_id=4, sample=2) is None
         assert read_sample(run, task_id=99, sample=0) is None
 

@@ -142,11 +142,35 @@ def test_which_policy_plays_which_part(folder, options: dict, keys: dict[str, st
     else:
         assert torch.equal(data["prox_logp"], values[keys["prox"]])
     assert torch.equal(data["logprobs"], values[keys["behave"]])
-    # Each token's entropy is known where a pass has computed log-probabilities, and nowhere else.
+    # Before training each token's entropy is known where a pass has computed log-probabilities.
     assert ("entropy" in data) == ("computed" in keys.values())
     if "entropy" in data:
         assert data["entropy"].shape == data["logprobs"].shape
         assert (data["entropy"][data["loss_mask"]] > 0).all()
+
+
+@pytest.mark.parametrize("shares_prefixes", [False, True])
+def test_an_update_tells_the_entropies_that_its_own_pass_computed(folder, shares_prefixes: bool):
+    actor = open_actor(
+        folder,
+        reward_norm=GRPO,
+        ppo_n_minibatches=2,
+        optimizer={**PLAIN_SGD, "lr": 1e-9},  # the second minibatch meets nearly the same weights
+        mb_spec=MicroBatchSpec(max_tokens_per_mb=12),
+        enable_tree_training=shares_prefixes,
+    )
+    data = advantages(actor, two_groups())
+    expected = actor.engine.forward_batch(data, with_entropy=True)[..., 1]
+    found = actor.ppo_update(data)["entropy"]
+    computed = (data["advantages"] != 0).any(dim=1)
+    assert computed.tolist() == [True] * 5 + [False] * 2
+    torch.testing.assert_close(found[computed], expected[computed])
+    assert found[~computed].isnan().all()
+
+
+def test_an_update_does_not_repeat_entropies_of_an_earlier_pass(folder):
+    actor = open_actor(folder, reward_norm=GRPO, recompute_logprob=True)
+    assert actor.ppo_update(advantages(actor, two_groups())) == {}
 
 
 def test_the_decoupled_loss_weighs_tokens_also_without_a_rejection_section(folder):

@@ -364,7 +364,8 @@ class PPOActorConfig(TrainEngineConfig):
     kl_horizon: int = 10_000
     """Samples over which kl_ctl adapts; a smaller number adapts faster."""
     recompute_logprob: bool = False
-    """Recompute the batch's log-probabilities with the weights at the start of the step."""
+    """Recompute the batch's log-probabilities with the weights at the start of the step. Without
+    use_decoupled_loss nothing then corrects for data of older weights."""
     use_decoupled_loss: bool = False
     """Clip around the weights at the start of the step and weight every token by pi_prox /
     pi_behave: those weights over the ones that sampled it."""

@@ -9,7 +9,7 @@ weights, the optimizers, `states()` and the trajectories in order.
     data = collect(trajectories)                   # trainer/ppo/batch.py
     data |= actor.compute_policies(data)           # then log-probs and values of the other models
     data |= actor.compute_advantages(data)
-    actor.ppo_update(data)                         # ppo_n_minibatches optimizer steps
+    data |= actor.ppo_update(data)                 # ppo_n_minibatches optimizer steps
 
 `PPOActor` runs on any training engine. Its loss involves three policies. behave: the weights that
 sampled a token, possibly several versions old and different per token. prox: the center of the
@@ -49,7 +49,14 @@ from areal.api.config.ppo import PPOActorConfig, TeacherConfig
 from areal.api.engine_api import TrainEngine
 from areal.api.routed_experts import ROUTED_KEY
 from areal.trainer.ppo.advantages import AdvantageEstimator
-from areal.trainer.ppo.batch import TokenScorer, collect, loss_weight, minibatches, token_outputs
+from areal.trainer.ppo.batch import (
+    SeenEntropies,
+    TokenScorer,
+    collect,
+    loss_weight,
+    minibatches,
+    token_outputs,
+)
 from areal.trainer.ppo.critic import PPOCritic
 from areal.utils import stats_tracker
 from areal.utils.data import MULTI_MODAL_KEY, select_rows
@@ -133,7 +140,7 @@ class PPOLearner:
         with phase("advantages"):
             data |= self.actor.compute_advantages(data)
         with phase("train"):
-            self.actor.ppo_update(data)
+            data |= self.actor.ppo_update(data)
             if self.critic is not None:
                 self.critic.ppo_update(data)
         return data
@@ -187,17 +194,21 @@ class PPOActor:
         with stats_tracker.scope("actor"):
             return self._estimator.estimate(data)
 
-    def ppo_update(self, data: Mapping[str, Any]) -> None:
+    def ppo_update(self, data: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """One optimizer step per minibatch and one step of the learning-rate schedule.
 
-        Statistics go to `stats_tracker` under `actor/`.
+        Statistics go to `stats_tracker` under `actor/`. Returns the `entropy` of each token of the
+        rows it computed, unless `data` has it or the loss ran in other processes.
         """
+        seen = SeenEntropies()
+        keys = (*BATCH_KEYS, SeenEntropies.ROW_KEY)
         with stats_tracker.scope("actor"):
-            for minibatch in minibatches(data, BATCH_KEYS, self.config.ppo_n_minibatches):
-                self._update(minibatch)
+            for minibatch in minibatches(seen.numbered(data), keys, self.config.ppo_n_minibatches):
+                self._update(minibatch, seen)
         self.engine.step_lr_scheduler()
+        return {} if "entropy" in data else seen.padded(data)
 
-    def _update(self, minibatch: dict[str, Any]) -> None:
+    def _update(self, minibatch: dict[str, Any], seen: SeenEntropies) -> None:
         """One optimizer step of the minibatch that skips rows without gradient.
 
         Groups with equal rewards have advantages of 0. If the loss is 0 without an advantage, such
@@ -212,7 +223,7 @@ class PPOActor:
         kept = select_rows(minibatch, rows)
         share = loss_weight(kept).item() / (loss_weight(minibatch).item() or 1)
         version = self.engine.get_version()
-        loss_fn = partial(self._objective.loss, version=version, share=share)
+        loss_fn = partial(self._objective.loss, version=version, share=share, seen=seen)
         stats = self.engine.train_batch(kept, loss_fn, loss_weight)
         stats_tracker.scalar(**stats, computed_seqs_ratio=len(rows) / num_rows)
 
@@ -258,10 +269,12 @@ class PolicyObjective:
         mb: dict[str, Any],
         *,
         version: int,
-        share: float = 1.0,
+        share: float,
+        seen: SeenEntropies,
     ) -> torch.Tensor:
         """`version` is that of the weights at the start of the step, `share` the fraction of the
         minibatch's loss weight that is in the computed rows."""
+        seen.keep(entropy_T, mb)
         mask_T = mb["loss_mask"]
         stats_tracker.denominator(n_tokens=mask_T)
         stats_tracker.stat("n_tokens", entropy=entropy_T, advantages=mb["advantages"])
