@@ -61,6 +61,11 @@ def as_processor(given: Any) -> Processor:
     if hasattr(given, "cut") and hasattr(given, "expand"):
         return given
     if hasattr(given, "image_processor") and hasattr(given, "image_token_id"):
+        if not hasattr(given.image_processor, "merge_size"):  # that of Gemma 3
+            raise ValueError(
+                f"processor: a {type(given.image_processor).__name__} makes no image_grid_thw; "
+                "give load_processor(folder, tokenizer) of areal.models.vision.processor instead"
+            )
         return TransformersProcessor(given)
     raise ValueError(
         "processor: expected an ImageProcessor of areal.models.vision.processor or an "

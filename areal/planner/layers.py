@@ -96,16 +96,13 @@ def tower_weights(args: VisionArgs | None) -> int:
     is_gated = args.window > 0  # Qwen2.5-VL; the other kind has layer norms, which have biases
     block = 4 * dim * dim + 4 * dim + (2 if is_gated else 4) * dim
     block += 3 * dim * width + 2 * width + dim if is_gated else 2 * dim * width + width + dim
+    total = args.n_layers * block + dim * args.patch_values
+    if args.image_side:  # Gemma 3: averages, a norm and a projection in place of a merger
+        norms = 2 * dim + dim
+        return total + dim + args.image_side**2 * dim + norms + dim * args.out_dim
     merger = joined * joined + joined + joined * args.out_dim + args.out_dim
-    total = args.n_layers * block + dim * args.patch_values + merger
+    total += merger
     if is_gated:
         return total + dim
     deeper = len(args.deepstack_layers) * (merger + 2 * joined)
     return total + 2 * dim + dim + args.position_side**2 * dim + deeper
-
-
-def tower_kept(args: VisionArgs) -> float:
-    """Numbers kept for the backward pass, for one token of an image in the decoder."""
-    patches, dim, width = args.merge_size**2, args.dim, args.hidden_dim
-    block = 8 * dim + (4 if args.window else 2) * width
-    return patches * args.n_layers * block + 4 * patches * dim

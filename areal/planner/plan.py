@@ -243,8 +243,12 @@ def setup_of(
         asks_actor=asks_actor,
         update_mode=actor.weight_update_mode,
         takes_turns=config.rollout.scheduling_strategy.target is not None,
-        offloaded=frozenset(role for role, model in config.models().items() if model.offload),
+        offloaded=offloaded_roles(config),
     )
+
+
+def offloaded_roles(config: BaseExperimentConfig) -> frozenset[str]:
+    return frozenset(role for role, model in config.models().items() if model.offload)
 
 
 def plan_setup(setup: Setup, load: Workload, *, gpus: int | None = None) -> Plan:
@@ -277,22 +281,28 @@ def plan_setup(setup: Setup, load: Workload, *, gpus: int | None = None) -> Plan
 
 
 def _processes(memory: dict[str, Memory], offloaded: frozenset[str]) -> list[Memory]:
-    """Of the models of one host; offloaded ones count as one that is each of them in turn."""
+    """Of the models of one host. Offloaded ones are there one at a time, while the others hold
+    weights and optimizer but do not compute: what that leaves of their peaks need not be counted
+    again."""
+    kept = [process for role, process in memory.items() if role not in offloaded]
     in_turn = [role for role in memory if role in offloaded]
-    if len(in_turn) < 2:
+    if not in_turn or len(memory) == 1:
         return list(memory.values())
-    phases = {role: {role: memory.pop(role).peak} for role in in_turn}
-    return [*memory.values(), Memory(" | ".join(in_turn), phases)]
+    free = sum(process.peak - _held_by(process) for process in kept)
+    phases = {role: {role: max(memory[role].peak - free, 0.0)} for role in in_turn}
+    return [*kept, Memory(" | ".join(in_turn), phases)]
 
 
 def _held(place: DeviceMemory) -> float:
-    """What training has taken when a server starts: weights and optimizer."""
+    """What training has taken when a server starts."""
+    return sum(map(_held_by, place.processes))
+
+
+def _held_by(process: Memory) -> float:
+    """Weights and optimizer."""
+    parts = process.phases[process.peak_phase]
     held = ("weights", "gathered", "optimizer", "libraries")
-    total = 0.0
-    for process in place.processes:
-        parts = process.phases[process.peak_phase]
-        total += sum(parts.get(part, 0.0) for part in held)
-    return total
+    return sum(parts.get(part, 0.0) for part in held)
 
 
 def _with_server(place: DeviceMemory, server: Memory, takes_turns: bool) -> DeviceMemory:

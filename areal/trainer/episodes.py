@@ -19,6 +19,7 @@ from areal.agents.sight import Sight
 from areal.agents.workflow import agent_workflow, online_workflow
 from areal.algorithm import DYNAMIC_FILTERS
 from areal.algorithm.normalization import are_equal, episode_means
+from areal.api.config.inference import GenerationHyperparameters
 from areal.api.io_struct import EPISODE_KEY
 from areal.api.workflow_api import RolloutWorkflow, WorkflowLike, is_agent
 from areal.models.vision.processor import find_processor
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from areal.api.config.experiment import PPOConfig
-    from areal.api.config.inference import GenerationHyperparameters
 
     Trajectory = dict[str, torch.Tensor]
 
@@ -93,8 +93,8 @@ def build_workflow(
         # A script may pass one gconfig for both; evaluation keeps its own.
         arguments["gconfig"] = config.eval_gconfig
     gconfig = arguments["gconfig"]
-    assert gconfig is not None  # set by the config
-    arguments["gconfig"] = _within_context(gconfig, config)
+    if isinstance(gconfig, GenerationHyperparameters):  # a workflow may have options of its own
+        arguments["gconfig"] = _within_context(gconfig, config)
     return resolve.build_workflow(found, arguments)
 
 

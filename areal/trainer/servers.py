@@ -443,7 +443,8 @@ def _teacher_gpus(config: PPOConfig, scheduler: Scheduler | None) -> list[str] |
     if isinstance(scheduler, LocalScheduler):
         free = scheduler.take_free_gpus(wanted)
     else:
-        theirs = 0 if policy.api_url else policy.num_servers * policy.ranks_per_server
+        elsewhere = policy.api_url or policy.scheduling_strategy.target is not None
+        theirs = 0 if elsewhere else policy.num_servers * policy.ranks_per_server
         others = gpus[1 + theirs :]  # the first is for training
         free = others[:wanted] if len(others) >= wanted else None
     if free is None and len(gpus) > 1:

@@ -119,6 +119,22 @@ def test_trainers_without_generation_are_planned(project, capsys, trainer):
     assert "--simulate: a run of this trainer generates nothing" in capsys.readouterr().err
 
 
+def test_an_offloaded_model_counts_while_it_is_on_the_device(project, capsys):
+    text = re.sub(r"(?m)^(gconfig:|rollout:|  reward_norm:).*\n", "", CONFIG)
+    (project / "offline.yaml").write_text(text.replace("\n", "\ntrainer: dpo\n", 1))
+    beside = "ref.scheduling_strategy={type: colocation, target: actor}"
+
+    def peak(*offloaded: str) -> float:
+        keys = [f"{role}.offload=true" for role in offloaded]
+        assert main(["plan", "offline.yaml", beside, *keys, "--device", "h200", "--json"]) == 0
+        (place,) = json.loads(capsys.readouterr().out)["memory"]
+        return place["peak"]
+
+    both, alone = peak(), peak("ref")
+    assert peak("actor", "ref") == pytest.approx(alone)  # as if there were the actor alone
+    assert alone < peak("actor") < both  # the weights of ref stay
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

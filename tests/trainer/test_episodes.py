@@ -12,6 +12,7 @@ from scripted_engine import ScriptedEngine
 from tiny_tokenizer import byte_tokenizer
 
 from areal.api.io_struct import EPISODE_KEY
+from areal.api.workflow_api import RolloutWorkflow
 from areal.trainer.episodes import RewardSpread, build_workflow
 
 
@@ -91,3 +92,21 @@ async def test_episodes_end_where_the_context_of_the_servers_does(tmp_path, chan
         await workflow.arun_episode(engine, {"seed": 5})
         assert len(engine.asked) == min(expected, num_turns)
         assert max(len(tokenizer(text)["input_ids"]) for text in engine.asked) < max_context
+
+
+class WithOptions(RolloutWorkflow):
+    """Has generation options of its own kind."""
+
+    def __init__(self, gconfig, tokenizer, reward_fn) -> None:
+        self.gconfig = gconfig
+
+    async def arun_episode(self, engine, data):
+        return None
+
+
+def test_options_of_a_workflow_of_ones_own_are_left_as_they_are(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "max_position_embeddings": 40}')
+    config = load(tmp_path, "ppo", f"actor.path={tmp_path}")
+    given = {"gconfig": {"top_p": 0.5}}
+    workflow = build_workflow(config, byte_tokenizer(), WithOptions, given, is_eval=False)
+    assert isinstance(workflow, WithOptions) and workflow.gconfig == {"top_p": 0.5}

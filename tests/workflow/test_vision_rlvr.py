@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from config_files import load
+from image_prompts import write_seeing_model, write_tokenizer
 from PIL import Image
 from sample_rewards import exact_match
 from tiny import write_tiny_model
@@ -264,6 +265,22 @@ def test_a_processor_of_transformers_is_accepted(their_processor, tokenizer, tmp
         image_processor_of(changed, tokenizer)
     with pytest.raises(ValueError, match="^processor: expected .* AutoProcessor, got int"):
         image_processor_of(7, tokenizer)
+
+
+def test_a_processor_of_transformers_that_makes_squares(tmp_path):
+    from transformers import AutoImageProcessor
+
+    folder = write_seeing_model(tmp_path, "gemma3")
+    tokenizer = write_tokenizer(folder)
+    tokenizer.name_or_path = str(folder)
+    theirs = HasBoth(AutoImageProcessor.from_pretrained(folder), tokenizer)
+    assert image_processor_of(theirs, tokenizer).rules == load_processor(folder, tokenizer).rules
+    changed = HasBoth(copy.deepcopy(theirs.image_processor), tokenizer)
+    changed.image_processor.image_std = [0.25] * 3
+    with pytest.raises(ValueError, match="^processor: its std is "):
+        image_processor_of(changed, tokenizer)
+    with pytest.raises(ValueError, match=r"^processor: .* makes no image_grid_thw; give load_proc"):
+        ImageSFTRows([], tokenizer, theirs, str)
 
 
 def test_supervised_rows_are_cut_alike_by_a_processor_of_transformers(their_processor, tokenizer):

@@ -334,20 +334,11 @@ class TrainEngineConfig:
 
     def _check_engine_keys(self, engine: str) -> None:
         """Reject keys that the chosen engine does not read."""
-        require(
-            engine == "archon" or not self.batch_invariant,
-            f"batch_invariant needs backend archon (backend is {self.backend!r})",
-            self.batch_invariant,
-        )
+        self._check_batch_invariant(engine)
         require(
             engine != "megatron" or not self.enable_tree_training,
             "enable_tree_training needs backend archon or fsdp (backend is megatron)",
             self.enable_tree_training,
-        )
-        require(
-            not (self.batch_invariant and self.enable_tree_training),
-            "enable_tree_training has no batch_invariant attention: turn one of them off",
-            True,
         )
         require(
             engine != "megatron" or self.grad_reduce_dtype == "float32",
@@ -370,18 +361,7 @@ class TrainEngineConfig:
             "parts, which gradient_checkpointing does not support: use Interleaved1F1B or 1F1B",
             True,
         )
-        require(
-            not (self.batch_invariant and self.archon.enable_compile),
-            "batch_invariant has kernels of its own: set archon.enable_compile to false",
-            True,
-        )
         self._check_fp8()
-        require(
-            not (self.use_lora and self.batch_invariant),
-            "use_lora must be false with batch_invariant: servers get the adapters merged, which "
-            "rounds differently",
-            self.use_lora,
-        )
         require(
             engine != "megatron" or self.dtype != "float16",
             "backend megatron trains in bfloat16 or float32",
@@ -416,6 +396,29 @@ class TrainEngineConfig:
             self.use_lora or not self.target_modules,
             "target_modules needs use_lora: true",
             self.target_modules,
+        )
+
+    def _check_batch_invariant(self, engine: str) -> None:
+        require(
+            engine == "archon" or not self.batch_invariant,
+            f"batch_invariant needs backend archon (backend is {self.backend!r})",
+            self.batch_invariant,
+        )
+        require(
+            not (self.batch_invariant and self.enable_tree_training),
+            "enable_tree_training has no batch_invariant attention: turn one of them off",
+            True,
+        )
+        require(
+            not (self.batch_invariant and self.archon.enable_compile),
+            "batch_invariant has kernels of its own: set archon.enable_compile to false",
+            True,
+        )
+        require(
+            not (self.use_lora and self.batch_invariant),
+            "use_lora must be false with batch_invariant: servers get the adapters merged, which "
+            "rounds differently",
+            self.use_lora,
         )
 
     def _check_fp8(self) -> None:

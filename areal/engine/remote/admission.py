@@ -32,7 +32,7 @@ logger = logging.getLogger("ServerPool")
 _MAX_GAP = 0.1
 _ANSWER_S = 120.0  # checksums of a large model take seconds; a hung server holds up the next update
 _POLL_S = 0.1
-_LOOK_S = 5.0  # for a server that joins to show that it is there
+LOOK_S = 5.0  # for a server that joins to show that it is there
 _NUM_IDLE = 3  # looks in a row: a request may be on its way when a server stops getting new ones
 _NOT_SHOWN = (NotImplementedError, ServerRefusedError)
 
@@ -99,8 +99,14 @@ class JoinsWithNextWeights:
     def join(self, address: str, token: str | None, *, timeout_s: float) -> None:
         """Returns when it has joined; RuntimeError if it cannot, or no weights come in time."""
         admission: Future[None] = Future()
-        self._pool.await_weights(address, token)
-        self._admissions[address] = admission
+        # Before the pool knows the address: an update under way may admit it at once.
+        if self._admissions.setdefault(address, admission) is not admission:
+            raise ValueError(f"{self._protocol.kind} {address} is joining already")
+        try:
+            self._pool.await_weights(address, token)
+        except BaseException:
+            del self._admissions[address]
+            raise
         try:
             with waiting(f"the next weights, with which the server {address} joins"):
                 admission.result(timeout_s)
@@ -113,16 +119,17 @@ class JoinsWithNextWeights:
         """A server that is gone by now is not waited for in the update."""
         for address, token in list(self._pool.awaiting.items()):
             control = self._pool.connect(address, token)
-            if not control.is_there(_LOOK_S):
+            if not control.is_there(LOOK_S):
                 lost = f"{control.kind} {address} does not answer"
                 self._end(address, RuntimeError(lost))
         self._expecting = frozenset(self._pool.awaiting)
 
     def admit(self, version: int) -> None:
         """Servers that waited for `version`, which is live, join if they have it."""
-        for address in self._expecting & self._pool.awaiting.keys():
+        awaiting = self._pool.awaiting  # replaced as a whole: a `join` that gives up changes it
+        for address in self._expecting & awaiting.keys():
             try:
-                control = self._pool.prepare_newcomer(address)
+                control = self._pool.prepare_newcomer(address, awaiting[address])
                 served = self._protocol.served_version(control)
                 if served not in (None, version):
                     raise RuntimeError(

@@ -40,6 +40,7 @@ from areal.api.io_struct import ModelRequest, ModelResponse, Sample, WeightUpdat
 from areal.engine.native.loop import BusyIntervals
 from areal.engine.native.scoring import padded_scores, token_lists
 from areal.engine.remote.admission import (
+    LOOK_S,
     JoinsWithNextWeights,
     UpdateUnderWayError,
     verify_newcomer,
@@ -412,7 +413,11 @@ class RemoteEngine(InferenceEngine):
         self, meta: WeightUpdateMeta, named_tensors: Iterator[tuple[str, torch.Tensor]]
     ) -> None:
         self._pool.follow_owner()
-        self._collective.send(self._pool.receivers, meta, named_tensors)
+        members = self._pool.controls
+        # One that joins may have died since `expect_weights`; in the group it would break it.
+        newcomers = self._pool.receivers[len(members) :]
+        there = tuple(control for control in newcomers if control.is_there(LOOK_S))
+        self._collective.send((*members, *there) if there else members, meta, named_tensors)
 
     def _lasting_order(self, meta: WeightUpdateMeta) -> WeightOrder | None:
         """None for transports that leave nothing to load later."""

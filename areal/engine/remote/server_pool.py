@@ -382,9 +382,9 @@ class ServerPool:
             else:
                 self._tell_copies()
 
-    def prepare_newcomer(self, address: str) -> ControlClient:
+    def prepare_newcomer(self, address: str, token: str) -> ControlClient:
         """One that has the weights gets what else the others have."""
-        control = self.connect(address, self.awaiting[address])
+        control = self.connect(address, token)
         self._prepare(control, None)
         return control
 

@@ -29,14 +29,17 @@ import torch
 
 from areal.api.io_struct import WeightUpdateMeta
 from areal.engine.remote.protocol import NamedBucket, ServerProtocol
-from areal.engine.remote.server_control import ControlClient
+from areal.engine.remote.server_control import ControlClient, ServerError
 from areal.engine.remote.server_pool import ServerPool
+from areal.utils import logging
 from areal.utils.device import best_device, device_identity
 from areal.utils.in_thread import in_thread
 from areal.weight_sync.bucket import fill_buckets
 from areal.weight_sync.collective import GroupError, GroupPlace, WeightGroup
 from areal.weight_sync.delta import DeltaPublisher
 from areal.weight_sync.transports import remove_old_versions
+
+logger = logging.getLogger("ServerPool")
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
@@ -209,6 +212,18 @@ class DeltaSender:
             remove_old_versions(Path(meta.path).parent)
 
     def _load_on_all(self, pool: ServerPool, meta: WeightUpdateMeta) -> bool:
-        """Whether every server has the version now; False when one lacks the base of the delta."""
-        load = partial(self._protocol.load_delta, meta=meta)
+        """Whether every server has the version now; False when one lacks the base of the delta.
+
+        One that joins may be unable to load it (it does not see the folder, say): then it is not
+        admitted, and the update goes on."""
+
+        def load(control: ControlClient) -> bool:
+            try:
+                return self._protocol.load_delta(control, meta)
+            except ServerError as error:
+                if control.address in pool.addresses:
+                    raise
+                logger.warning("a server that joins cannot load the weights: %s", error)
+                return True
+
         return all(pool.on_all(load, receivers=True).values())

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from areal.api.config.inference_servers import NativeServerConfig
 
 
-# Back ends that see: of actor.backend, and of rollout.backend.
 SEEN_AHEAD = "the image tokens of this model see each other, which fsdp does not compute"
+# Back ends that see: of actor.backend, and of rollout.backend.
 IMAGE_TRAINERS, IMAGE_SERVERS = ("archon", "fsdp"), ("native", "sglang", "vllm")
 # That read images, as `workflow` of a config names them.
 VISION_WORKFLOWS = frozenset({"vision_rlvr", "areal.workflow.vision_rlvr.VisionRLVRWorkflow"})
@@ -61,11 +61,11 @@ def check_models(config: BaseExperimentConfig, hf_configs: Mapping[str, Mapping[
         if role not in hf_configs:
             continue
         engine = section
-        if isinstance(engine, FrozenModelConfig):
-            actor = models["actor"]
-            assert isinstance(actor, TrainEngineConfig), "the actor is trained"
-            engine = engine.engine_config(actor)
         try:
+            if isinstance(engine, FrozenModelConfig):
+                actor = models["actor"]
+                assert isinstance(actor, TrainEngineConfig), "the actor is trained"
+                engine = engine.engine_config(actor)  # may refuse what it has of the actor
             check_training(engine, hf_configs[role])
         except ValueError as error:
             where = f"{role}.backend: {section.backend!r} with {section.path!r}"

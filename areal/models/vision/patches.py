@@ -90,8 +90,7 @@ def rules_for(args: VisionArgs, folder: str | Path) -> PatchRules:
                 f"{folder}: {_FILES[0]} resizes images to {rules.square} pixels, the tower of "
                 f"config.json takes {expected}; take both from one model"
             )
-        sizes = {"temporal_patch_size": 1, "merge_size": args.merge_size}
-        return replace(rules, patch_size=args.patch_size, **sizes)
+        return with_sizes_of(args, rules)
     for name in ("patch_size", "temporal_patch_size", "merge_size"):
         found, expected = getattr(rules, name), getattr(args, name)
         if found != expected:
@@ -100,6 +99,12 @@ def rules_for(args: VisionArgs, folder: str | Path) -> PatchRules:
                 f"{expected}; take both from one model"
             )
     return rules
+
+
+def with_sizes_of(args: VisionArgs, rules: PatchRules) -> PatchRules:
+    """Of a processor that makes squares, which does not say how the tower cuts them."""
+    sizes = {"temporal_patch_size": 1, "merge_size": args.merge_size}
+    return replace(rules, patch_size=args.patch_size, **sizes)
 
 
 def patch_rules(given: Mapping[str, Any]) -> PatchRules:

@@ -29,6 +29,7 @@ from areal.models.vision.patches import (
     patch_rules,
     resized_sides,
     rules_for,
+    with_sizes_of,
 )
 from areal.models.vision.placeholders import expand_placeholders
 from areal.utils.hub import model_folder
@@ -104,7 +105,8 @@ def image_processor_of(given: Any, tokenizer: Any) -> ImageProcessor:
         )
     path = its_tokenizer.name_or_path
     own = load_processor(path, tokenizer)
-    _check_same_rules(own.rules, patch_rules(cutter.to_dict()), path)
+    rules = patch_rules(cutter.to_dict())
+    _check_same_rules(own.rules, with_sizes_of(own.args, rules) if rules.square else rules, path)
     return own
 
 

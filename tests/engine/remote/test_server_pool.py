@@ -9,14 +9,20 @@ import json
 import os
 import signal
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+import torch
 
 from areal.api.engine_api import EngineLostError
+from areal.api.io_struct import WeightUpdateMeta
+from areal.engine.remote.admission import JoinsWithNextWeights
 from areal.engine.remote.native import NativeProtocol
 from areal.engine.remote.server_pool import ServerPool
 from areal.engine.remote.server_process import ServerProcess
+from areal.engine.remote.weight_senders import DeltaSender
 from areal.utils.child_process import ChildProcess
 
 
@@ -24,7 +30,7 @@ class FakeServer:
     """Answers /health, takes weights, and remembers what it was told."""
 
     def __init__(self) -> None:
-        self.version, self.orders = 0, []
+        self.version, self.orders, self.refuses = 0, [], False
         server = self
 
         class Answer(BaseHTTPRequestHandler):
@@ -33,13 +39,15 @@ class FakeServer:
 
             def do_POST(self):
                 order = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                if server.refuses:
+                    return self._say({"error": "no such folder"}, status=400)
                 server.orders.append((self.path, order))
                 server.version = order.get("version", server.version)
                 self._say({})
 
-            def _say(self, content):
+            def _say(self, content, status=200):
                 body = json.dumps(content).encode()
-                self.send_response(200)
+                self.send_response(status)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)
@@ -127,3 +135,25 @@ def test_weights_that_cannot_be_sent_again(fakes):
     pool.note_weights(0, None)
     with pytest.raises(RuntimeError, match="lacks version 1 of the weights.*shm or disk"):
         pool.note_weights(1, None)
+
+
+def test_a_server_that_joins_and_cannot_load_the_weights_ends_no_update(fakes, tmp_path):
+    member, newcomer, _ = fakes
+    newcomer.refuses = True
+    protocol, limits = NativeProtocol(), {"timeout_s": 900, "setup_timeout_s": 900}
+    pool = ServerPool(protocol, [member.address], "token", **limits)
+    joining = JoinsWithNextWeights(protocol, pool)
+    meta = WeightUpdateMeta(type="delta", path=str(tmp_path / "1"), version=1)
+    with ThreadPoolExecutor(1) as threads:
+        joined = threads.submit(joining.join, newcomer.address, None, timeout_s=900)
+        while newcomer.address not in pool.awaiting:
+            assert not joined.done()
+            time.sleep(0.01)
+        with pytest.raises(ValueError, match="is joining already"):
+            joining.join(newcomer.address, None, timeout_s=900)
+        joining.begin_update()
+        DeltaSender(protocol).send(pool, meta, [("weight", torch.ones(2))])
+        joining.admit(1)
+        with pytest.raises(RuntimeError, match="has version 0 of the weights, 1 was sent"):
+            joined.result(900)
+    assert member.version == 1 and pool.addresses == [member.address] and not pool.awaiting

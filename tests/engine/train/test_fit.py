@@ -120,6 +120,19 @@ def test_options_that_do_not_fit(
     assert says in refusal(tiny_config(family), backend, **options)
 
 
+def test_what_a_frozen_model_has_of_the_actor_is_refused_under_its_own_name(tmp_path: Path) -> None:
+    config = grpo_config(
+        tmp_path,
+        "actor.archon.fp8_config.mode=blockwise",
+        "actor.kl_ctl=0.1",
+        "ref={backend: 'archon:d1t2'}",
+    )
+    with pytest.raises(
+        ValueError, match=r"^ref\.backend: 'archon:d1t2' .*fp8_config\.mode must be"
+    ):
+        check_models(config, dict.fromkeys(("actor", "ref"), tiny_config("qwen3")))
+
+
 def test_batch_invariant_takes_windows_and_scales() -> None:
     gemma = tiny_config("gemma3_text")
     config = TrainEngineConfig(path="model", backend="archon:d1", batch_invariant=True)
