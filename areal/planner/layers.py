@@ -93,11 +93,14 @@ def tower_weights(args: VisionArgs | None) -> int:
     if args is None:
         return 0
     dim, width, joined = args.dim, args.hidden_dim, args.dim * args.merge_size**2
-    is_gated = args.window > 0  # Qwen2.5-VL; the other kind has layer norms, which have biases
+    is_gated = args.window > 0  # Qwen2.5-VL; the other kinds have layer norms, which have biases
     block = 4 * dim * dim + 4 * dim + (2 if is_gated else 4) * dim
     block += 3 * dim * width + 2 * width + dim if is_gated else 2 * dim * width + width + dim
+    total = args.n_layers * block + dim * args.patch_values
+    if args.image_side:  # Gemma 3: averages in place of a merger, between two norms
+        return total + dim + args.image_side**2 * dim + 3 * dim + dim * args.out_dim
     merger = joined * joined + joined + joined * args.out_dim + args.out_dim
-    total = args.n_layers * block + dim * args.patch_values + merger
+    total += merger
     if is_gated:
         return total + dim
     deeper = len(args.deepstack_layers) * (merger + 2 * joined)

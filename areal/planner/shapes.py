@@ -18,12 +18,15 @@ from areal.planner.layers import AttentionCounts, attention_counts, tower_weight
 # What the counts describe. A family that was registered from outside is not among them.
 FAMILIES = (
     "deepseek_v2",
+    "gemma3",
     "gemma3_text",
     "llama",
     "mistral",
     "qwen2",
     "qwen2_5_vl",
     "qwen3",
+    "qwen3_5",
+    "qwen3_5_moe",
     "qwen3_5_moe_text",
     "qwen3_5_text",
     "qwen3_moe",

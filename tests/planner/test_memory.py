@@ -22,7 +22,7 @@ from areal.planner.shapes import FAMILIES, Shape, UnplannableError
 from areal.planner.speed import Layout
 
 H200 = load_device("h200")
-VISION_FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+VISION_FAMILIES = ("gemma3", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl")
 QWEN_1B = {
     "model_type": "qwen2",
     "hidden_size": 1536,
