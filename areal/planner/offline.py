@@ -100,6 +100,7 @@ def offline_load(
         prompts=config.train_dataset.batch_size,
         samples=1 if isinstance(config, SFTConfig) else 2,
         prompt=max(prompt, 1),
+        image=given.get("image") or 0,
         output=output,
         max_output=round(_LONGEST * output),
         **({} if spread is None else {"spread": spread}),
