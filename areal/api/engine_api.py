@@ -521,7 +521,7 @@ class TrainEngine(ABC):
     @broadcast
     def weight_checksums(self, dtypes: Mapping[str, str]) -> Checksums:
         """Of the tensors that `update_weights` sends, each rounded to the dtype that its receiver
-        has (`dtypes`, by name; of others as it is)."""
+        has (`dtypes`, by name, as its own checksums say; of others as it is)."""
         raise NotImplementedError(f"{type(self).__name__} does not show its weights")
 
     @broadcast

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--gpus", type=int, metavar="N", help="default: as many as are laid out")
     parser.add_argument("--prompt-tokens", type=int, metavar="N", help="of a prompt, on average")
+    parser.add_argument(
+        "--image-tokens", type=int, metavar="N", help="of a prompt's tokens, those of its images"
+    )
     parser.add_argument("--output-tokens", type=float, metavar="N", help="of an answer, on average")
     parser.add_argument(
         "--length-spread",
@@ -92,7 +96,9 @@ def _plan(args: argparse.Namespace) -> int:
         return _plan_offline(args, experiment, device)
     config = experiment
     load, assumed = workload_of(config, _given(args))
-    setup = setup_of(config, model_configs(config), device)
+    models = model_configs(config)
+    assumed += _sight_assumed(args, models)
+    setup = setup_of(config, models, device)
     plan = plan_setup(setup, load, gpus=args.gpus)
     simulated = None
     if args.simulate:
@@ -118,13 +124,25 @@ def _plan_offline(args: argparse.Namespace, config: BaseExperimentConfig, device
     if args.simulate:
         raise ValueError("--simulate: a run of this trainer generates nothing")
     load, assumed = offline_load(config, _given(args))
-    plan = plan_offline(config, model_configs(config), device, load, gpus=args.gpus)
+    models = model_configs(config)
+    assumed += _sight_assumed(args, models)
+    plan = plan_offline(config, models, device, load, gpus=args.gpus)
     lines = describe_offline(plan, assumed)
     print(json.dumps(offline_json(plan, assumed), indent=1) if args.json else "\n".join(lines))
     why = refusal(plan.memory, device)
     if why is not None:
         raise ValueError(why)
     return 0
+
+
+def _sight_assumed(args: argparse.Namespace, models: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """ValueError for images of a model that sees none."""
+    sees = "vision_config" in models["actor"]
+    if args.image_tokens and not sees:
+        raise ValueError(
+            "--image-tokens: actor.path has no vision tower (no vision_config in its config.json)"
+        )
+    return ["prompts without images (--image-tokens)"] if sees and not args.image_tokens else []
 
 
 def _this_device() -> str:
@@ -140,7 +158,7 @@ def _this_device() -> str:
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
-    for name in ("gpus", "prompt_tokens", "output_tokens", "steps"):
+    for name in ("gpus", "prompt_tokens", "image_tokens", "output_tokens", "steps"):
         value = getattr(args, name)
         if value is not None and not value >= 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value:g}")
@@ -153,6 +171,7 @@ def _check_numbers(args: argparse.Namespace) -> None:
 def _given(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "prompt": args.prompt_tokens,
+        "image": args.image_tokens,
         "output": args.output_tokens,
         "spread": args.length_spread,
         "environment_s": args.environment_seconds,

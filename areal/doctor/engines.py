@@ -120,6 +120,9 @@ class EngineLook:
         """Whether engine and trainer compute the same; None if one does not show it."""
         chart, theirs = self._chart, shown.layers
         own = _shown(lambda: self._trainer.engine.layer_trace(self._longest))
+        config = self._trainer.config
+        if config.server.dtype == "fp8" and not config.actor.archon.fp8_forward:
+            theirs = "the server rounds to FP8, the trainer only with actor.archon.fp8_forward"
         if isinstance(theirs, str) or isinstance(own, str):
             why = theirs if isinstance(theirs, str) else own
             chart.unseen("logits", f"by layer: {why}")

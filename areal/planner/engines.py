@@ -73,9 +73,12 @@ class Trainer:
         return max(longest, min(self.max_tokens or math.inf, even))
 
     def memory(self, load: Workload, process: str) -> Memory:
+        tokens = self.largest_micro_batch(load)
+        rows = tokens / (load.prompt + load.output)
         rank = replace(
             self.rank,
-            tokens=self.largest_micro_batch(load),
+            tokens=tokens,
+            image_tokens=load.distinct_prompts(max(rows, 1)) * load.image,
             longest=load.prompt + load.max_output,
             num_micro_batches=self.num_micro_batches(load),
         )
@@ -96,6 +99,8 @@ class Trainer:
         one = self.training.micro_batch_s(
             [load.prompt + length for length in lengths], copies=rows / len(lengths), trains=trains
         )
+        images = load.distinct_prompts(rows)
+        one += self.training.look_s(images, load.image, trains=trains)
         return count * one * self.training.bubble(count)
 
 
@@ -236,8 +241,13 @@ class Servers:
         prompts = max(rows / load.samples, 1)
         step = self.generation.step_of_s(rows, load.prompt, load.output / 2, prompts)
         sample = load.output * step / rows
-        sample += self.generation.prefill_s(load.prompt, load.prompt) / load.samples
+        sample += self.prompt_s(load) / load.samples
         return load.num_samples / self.count * sample + self.recompute_s(load)
+
+    def prompt_s(self, load: Workload) -> float:
+        """Of one prompt, with its images."""
+        prefill = self.generation.prefill_s(load.prompt, load.prompt)
+        return prefill + self.generation.look_s(load.image)
 
     def recompute_s(self, load: Workload) -> float:
         """Of the cache of running requests, after an update."""
@@ -254,6 +264,7 @@ class Servers:
         seconds = self.generation.batch_s(
             load.outputs(count), load.prompt, at_once / load.samples, copies=at_once / count
         )
+        seconds += at_once / load.samples * self.generation.look_s(load.image)
         return seconds * rows / at_once
 
     def latency_s(self, load: Workload, output: float) -> float:
@@ -262,7 +273,7 @@ class Servers:
         step = self.generation.step_of_s(
             rows, load.prompt, load.output / 2, max(rows / load.samples, 1)
         )
-        return output * step + self.generation.prefill_s(load.prompt, load.prompt)
+        return output * step + self.prompt_s(load)
 
     def stall_s(self) -> float:
         """Generation stands still while new weights are loaded."""

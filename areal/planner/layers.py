@@ -1,6 +1,6 @@
-"""Numbers in the weights and activations of one layer's parts: attention of each kind, and towers.
+"""Numbers in the weights and activations of one layer's attention, of each kind.
 
-In: `DecoderArgs`, `VisionArgs`; out: counts, not bytes. Weights are exact; activations follow the
+In: `DecoderArgs`; out: counts, not bytes. Weights are exact; activations follow the
 code of models/common, not compiled: what each kind keeps for its backward pass.
 
 Legend: D model dim, Q query width (heads x head dim), K key or value width.
@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from areal.models.common.args import DecoderArgs
-from areal.models.vision.args import VisionArgs
 
 _CHUNK = 64  # tokens that the gated delta rule solves together
 
@@ -86,23 +85,3 @@ def _delta(args: DecoderArgs) -> AttentionCounts:
         state=state,
         mixing=pairs + 3 * state,
     )
-
-
-def tower_weights(args: VisionArgs | None) -> int:
-    """Of a vision tower with its mergers; 0 without one."""
-    if args is None:
-        return 0
-    dim, width, joined = args.dim, args.hidden_dim, args.dim * args.merge_size**2
-    is_gated = args.window > 0  # Qwen2.5-VL; the other kind has layer norms, which have biases
-    block = 4 * dim * dim + 4 * dim + (2 if is_gated else 4) * dim
-    block += 3 * dim * width + 2 * width + dim if is_gated else 2 * dim * width + width + dim
-    total = args.n_layers * block + dim * args.patch_values
-    if args.image_side:  # Gemma 3: averages, a norm and a projection in place of a merger
-        norms = 2 * dim + dim
-        return total + dim + args.image_side**2 * dim + norms + dim * args.out_dim
-    merger = joined * joined + joined + joined * args.out_dim + args.out_dim
-    total += merger
-    if is_gated:
-        return total + dim
-    deeper = len(args.deepstack_layers) * (merger + 2 * joined)
-    return total + 2 * dim + dim + args.position_side**2 * dim + deeper

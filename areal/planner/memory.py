@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from areal.planner.devices import GIB, Device
 from areal.planner.shapes import Shape
 from areal.planner.speed import Layout
+from areal.planner.towers import tower_backward, tower_forward, tower_kept
 
 Parts = dict[str, float]
 _BUCKET_BYTES = 1 << 30  # of weights sent by weight_update_mode xccl
@@ -52,6 +53,7 @@ class TrainingRank:
     layout: Layout = Layout()
     tokens: float
     longest: float = 0.0  # sequence of it
+    image_tokens: float = 0.0  # of images that the tower computes for it
     num_micro_batches: int = 1
     mode: str = "none"  # what is kept: none, selective, full or compiled
     full_share: float = 0.0  # of the blocks, that keep only their input
@@ -68,16 +70,17 @@ class TrainingRank:
     def memory(self, process: str) -> Memory:
         held = self._held()
         if not self.trains:
-            return Memory(process, {"forward": held | self._forward()})
+            return Memory(process, {"forward": held | self._forward()} | self._looking(held))
         summed = self._summed_gradients() if self.num_micro_batches > 1 else {}
-        kept = held | summed | {"activations": self._kept()}
+        kept = held | summed | {"activations": self._kept()} | self._images()
         phases = {
             "loss": kept | self._head(),
             "backward": kept | self._one_block(),
             "collect": held | self._collect(),
         }
         if not self._is_sharded and self.engine != "megatron":
-            phases["end of backward"] = held | self._first_block()
+            phases["end of backward"] = held | self._first_block() | self._images()
+        phases |= self._tower_backward(held)
         if self.sends_buckets:
             phases["update"] = held | {"buckets": 2.0 * _BUCKET_BYTES}
         return Memory(process, phases)
@@ -164,7 +167,7 @@ class TrainingRank:
         shape, item = self.shape, self.itemsize
         numbers = self._trained
         if self.trained_weights is None:
-            numbers -= self._blocks[0]
+            numbers -= self._blocks[0] + (self.shape.tower_weights if self.image_tokens else 0)
             if not shape.args.tie_word_embeddings:
                 numbers -= shape.args.vocab_size * shape.args.dim / self.layout.tp
         is_summed = item != 4 and self.num_micro_batches > 1
@@ -210,6 +213,38 @@ class TrainingRank:
             in_flight += (layout.pp - 1) / (layout.pp * layout.stages_per_rank)
             in_flight *= min(self.num_micro_batches / layout.pp, 1.0)
         return per_token * self._tokens * in_flight
+
+    def _images(self) -> Parts:
+        """What a vision tower keeps. Ranks of t and c all run all of it."""
+        vision = self.shape.args.vision
+        if vision is None or not self.image_tokens:
+            return {}
+        kept = tower_kept(vision, self.mode)
+        kept += self.full_share * (tower_kept(vision, "full") - kept)
+        return {"images": self.image_tokens * kept * self.itemsize}
+
+    def _looking(self, held: Parts) -> dict[str, Parts]:
+        """The tower's own phase, without gradients."""
+        vision = self.shape.args.vision
+        if vision is None or not self.image_tokens:
+            return {}
+        numbers = self.image_tokens * tower_forward(vision)
+        return {"images": held | {"images": numbers * self.itemsize}}
+
+    def _tower_backward(self, held: Parts) -> dict[str, Parts]:
+        """Its last block goes backward when all of the decoder has its gradients."""
+        vision = self.shape.args.vision
+        if vision is None or not self.image_tokens:
+            return {}
+        gradients = self._trained
+        if self.trained_weights is None:
+            part = self.layout.shards * self.layout.tp * self.layout.pp if self._is_sharded else 1
+            gradients -= self.shape.tower_weights / part
+        item = 4 if self._is_sharded or self.num_micro_batches > 1 else self.itemsize
+        mode = "full" if self.full_share > 0 else self.mode
+        block = self.image_tokens * tower_backward(vision, mode) * self.itemsize
+        parts = {"gradients": gradients * item, "block": block}
+        return {"images": held | parts | self._images()}
 
     @property
     def _scores(self) -> float:

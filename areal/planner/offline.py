@@ -101,6 +101,7 @@ def offline_load(
         prompts=config.train_dataset.batch_size,
         samples=1 if isinstance(config, SFTConfig) else 2,
         prompt=max(prompt, 1),
+        image=given.get("image") or 0,
         output=output,
         max_output=round(_LONGEST * output),
         **({} if spread is None else {"spread": spread}),
@@ -118,8 +119,7 @@ def plan_offline(
     gpus: int | None = None,
 ) -> OfflinePlan:
     """ValueError if there are fewer GPUs than the layouts need."""
-    section = cast(TrainEngineConfig, config.models()["actor"])
-    trainers, groups = trainers_of(config, section, hf_configs, device)
+    trainers, groups = trainers_of(config, _actor(config), hf_configs, device)
     wanted = sum(num_devices(trainers, roles) for roles in groups)
     if gpus is not None and gpus < wanted:
         raise ValueError(
@@ -128,7 +128,7 @@ def plan_offline(
     actor = trainers["actor"]
     plain = replace(actor, training=replace(actor.training, recompute="none"))
     train_s = actor.train_s(load)
-    forward_s = sum(one.forward_s(load) for role, one in trainers.items() if role != "actor")
+    forward_s = _forward_s(trainers, load)
     return OfflinePlan(
         device=device,
         gpus=gpus or wanted,
@@ -139,6 +139,27 @@ def plan_offline(
         again_s=train_s - plain.train_s(load),
         better=_better(actor, load, forward_s, (gpus or wanted) - (wanted - actor.layout.world)),
     )
+
+
+def offline_trainers(
+    config: BaseExperimentConfig, hf_configs: Mapping[str, Mapping[str, Any]], device: Device
+) -> dict[str, Trainer]:
+    """Models by role."""
+    return trainers_of(config, _actor(config), hf_configs, device)[0]
+
+
+def rows_step_s(trainers: Mapping[str, Trainer], load: Workload) -> float:
+    """Of a step: training, and the models that are only asked."""
+    return trainers["actor"].train_s(load) + _forward_s(trainers, load)
+
+
+def _actor(config: BaseExperimentConfig) -> TrainEngineConfig:
+    return cast(TrainEngineConfig, config.models()["actor"])
+
+
+def _forward_s(trainers: Mapping[str, Trainer], load: Workload) -> float:
+    """Of models that are only asked."""
+    return sum(one.forward_s(load) for role, one in trainers.items() if role != "actor")
 
 
 def _better(actor: Trainer, load: Workload, forward_s: float, devices: int) -> BetterLayout | None:

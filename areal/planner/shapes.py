@@ -2,7 +2,7 @@
 
 The count of weights is exact. Of the activations: what a compiled block keeps for its backward
 pass, and what an uncompiled one keeps; both follow the code of models/common. Attention of each
-kind, and vision towers: layers.py.
+kind: layers.py; vision towers: towers.py.
 
 Legend: D model dim, Q query width (heads x head dim), K key or value width, F feed-forward width.
 """
@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from areal.models.common.args import DecoderArgs
-from areal.planner.layers import AttentionCounts, attention_counts, tower_weights
+from areal.planner.layers import AttentionCounts, attention_counts
+from areal.planner.towers import tower_weights
 
 # What the counts describe. A family that was registered from outside is not among them.
 FAMILIES = (

@@ -72,7 +72,7 @@ class Spec:
             num_servers=count,
             max_running=_max_running(servers, load),
             step_s=_step_times(servers, load),
-            prefill_s=servers.generation.prefill_s(load.prompt, load.prompt),
+            prefill_s=servers.prompt_s(load),
             recompute_s=recompute,
             train_s=plan.times.train,
             publish_s=plan.times.publish,

@@ -14,8 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from areal.models.vision.args import VisionArgs
 from areal.planner.devices import Device
 from areal.planner.shapes import Shape
+from areal.planner.towers import tower_kept, tower_pairs, tower_products
 
 _LOGIT_BYTES_TRAINING = 24  # float32 logits written and read, twice, and their gradients
 _LOGIT_BYTES_FORWARD = 8
@@ -61,6 +63,16 @@ class Layout:
         return self.dp // self.replicas * self.cp
 
 
+def tower_s(vision: VisionArgs, image_tokens: float, device: Device, flops: float) -> float:
+    """Forward pass over one image: products, and attention among its patches."""
+    patches = vision.merge_size**2 * image_tokens
+    rate = device.attention_tflops * 1e12 * patches / (patches + device.attention_half_length)
+    if device.kind == "cuda":
+        rate *= min(1.0, vision.dim / vision.n_heads / _FULL_RATE_HEAD)
+    attention = 4 * vision.dim * tower_pairs(vision, image_tokens) / rate
+    return 2 * image_tokens * tower_products(vision) / flops + attention
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
     """Speed of one training engine: of one of its ranks, all of which do the same."""
@@ -90,6 +102,17 @@ class Training:
             host /= 3
         moved = self._exchange_s(sum(lengths) * copies, trains)
         return max(compute + host + moved, self._gather_s(trains), self._launch_s(trains))
+
+    def look_s(self, images: float, image_tokens: float, *, trains: bool) -> float:
+        """Of a vision tower over `images`, each of so many tokens; every rank of t and c does."""
+        vision = self.shape.args.vision
+        if vision is None or not image_tokens:
+            return 0.0
+        passes = (4 if self.recompute == "full" else 3) if trains else 1
+        kept = tower_kept(vision, "none") * image_tokens * self.itemsize
+        moved = self._traffic(trains) * kept / self.device.bandwidth
+        one = passes * tower_s(vision, image_tokens, self.device, self._flops) + moved
+        return images * one
 
     def _launch_s(self, trains: bool) -> float:
         """The host starts operations ahead of the device."""
@@ -298,6 +321,15 @@ class Generation:
         if not self._has_kernels:
             seconds += self._position_s * max(tokens / _TORCH_PREFILL, 1.0) * (length - cached)
         return seconds / self.tp
+
+    def look_s(self, image_tokens: float) -> float:
+        """Of a vision tower over one image; every rank does."""
+        vision = self.shape.args.vision
+        if vision is None or not image_tokens:
+            return 0.0
+        moved = image_tokens * tower_kept(vision, "none") * self.itemsize
+        seconds = tower_s(vision, image_tokens, self.device, self.device.flops)
+        return seconds + _ROW_TRAFFIC * moved / self.device.bandwidth
 
     @property
     def _position_s(self) -> float:

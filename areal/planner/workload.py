@@ -25,6 +25,7 @@ class Workload:
     prompts: int  # of a step
     samples: int  # of a prompt
     prompt: int  # tokens
+    image: int = 0  # of these, tokens of images
     output: float  # tokens, on average
     max_output: int
     spread: float = _DEFAULT_SPREAD  # standard deviation of the logarithm of an output's length
@@ -37,6 +38,11 @@ class Workload:
         for name in ("prompts", "samples", "prompt", "max_output"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 <= self.image <= self.prompt:
+            raise ValueError(
+                f"--image-tokens must be from 0 to the {self.prompt} tokens of a prompt, got "
+                f"{self.image}; --prompt-tokens counts them, too"
+            )
         if not 0 < self.output <= self.max_output:
             raise ValueError(
                 f"--output-tokens must be from 1 to the {self.max_output} of "
@@ -55,6 +61,11 @@ class Workload:
     def tokens(self) -> float:
         """That a step trains on, prompts included."""
         return self.num_samples * (self.prompt + self.output)
+
+    def distinct_prompts(self, num_samples: float) -> float:
+        """Of so many samples of a step, drawn by chance. Samples of a prompt share its images."""
+        share = min(num_samples / self.num_samples, 1.0)
+        return max(self.prompts * (1 - (1 - share) ** self.samples), min(num_samples, 1.0))
 
     @property
     def in_flight(self) -> int:
@@ -115,6 +126,7 @@ def workload_of(config: PPOConfig, given: Mapping[str, Any]) -> tuple[Workload, 
         prompts=config.train_dataset.batch_size,
         samples=gconfig.n_samples,
         prompt=value("prompt", max(prompt, 1), f"prompts of {max(prompt, 1)} tokens"),
+        image=given.get("image") or 0,
         output=value(
             "output",
             max(gconfig.max_new_tokens / 2, 1),

@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from areal.api.image_references import MULTI_MODAL_KEY
 from areal.engine.train.fit import sees
+from areal.planner.prediction import rows_predictor_of
 from areal.run.fingerprint import trainer_name
 from areal.run.model_paths import actor_section
 from areal.run.run import StepObserver
 from areal.trainer.base import Trainer
 from areal.trainer.learners import DPOLearner, EvalLoss, LMLearner, RWLearner
 from areal.utils import stats_tracker
+from areal.utils.device import best_device
 from areal.utils.perf_tracer import phase
 from areal.workflow.chat import has_images
 
@@ -94,6 +96,7 @@ def _refuse_images_of(trainer: Trainer) -> None:
 def train_on_rows(trainer: Trainer, learner: Learner, on_step: StepObserver | None) -> None:
     """Resume and run to the last step."""
     run = trainer.run
+    predict = rows_predictor_of(trainer.config, has_gpu=best_device() == "cuda")
     first = run.resume()
     if first == 0 and run.evaluates_before:
         stats = _evaluate(trainer, learner)
@@ -102,7 +105,8 @@ def train_on_rows(trainer: Trainer, learner: Learner, on_step: StepObserver | No
         with phase("train"):
             batch = learner.collate(_rows(trainer.source, step.global_step))
             stats = learner.train(batch)
-        stats["tokens"] = batch["attention_mask"].sum().item()
+        lengths = batch["attention_mask"].sum(-1).tolist()
+        stats |= {"tokens": sum(lengths), **predict(lengths)}
         if run.evaluation_due(step):
             with phase("evaluate"):
                 stats |= _evaluate(trainer, learner)

@@ -81,6 +81,8 @@ HEALTHY = {
     "dense": (),
     "experts": ("actor.path={root}/moe", "rollout.return_routed_experts=true"),
     "adapters": ("actor.use_lora=true", "actor.lora_rank=4"),
+    "FP8": ("native.dtype=fp8", "actor.archon.fp8_forward=true"),
+    "FP8 on the server alone": ("native.dtype=fp8",),
     "several turns": ("workflow=multi_turn", "reward_fn=gsm8k", "gconfig.max_new_tokens=4"),
     "agent": (
         "workflow=sample_agents.DigitShare",

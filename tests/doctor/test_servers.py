@@ -1,4 +1,4 @@
-"""`areal doctor` on servers of their own processes: a native one, and one that speaks SGLang's
+"""`areal doctor` on servers of their own processes: native ones, and one that speaks SGLang's
 protocol, which shows neither its weights nor its layers."""
 
 from __future__ import annotations
@@ -21,6 +21,18 @@ def test_a_config_with_a_native_server_is_healthy(tmp_path, capsys):
     assert table[0].split()[:2] == ["tokenizer", "ok"]
     assert any("weights" in line and "of 1 server(s) are the trainer's" in line for line in table)
     assert not (tmp_path / "arithmetic").exists()  # no run was started there
+
+
+def test_a_server_of_two_ranks_is_compared_by_whole_tensors(tmp_path):
+    ranks = ["actor.weight_update_mode=shm", "rollout.backend=native:d1t2"]
+    with opened(tmp_path, *ranks) as training:
+        chart = examine(training)
+        assert chart.exit_code == 0, chart.table()
+        found = {one.stage: one for one in chart.findings}
+        assert "of 1 server(s) are the trainer's" in found["weights"].found, chart.table()
+        assert found["logits"].state == "ok", chart.table()
+        training.inference._protocol.load_weights = lambda control, order: None
+        accuses(examine(training), "weights", "after an update", "is not the trainer's tensor")
 
 
 def test_a_stock_server_that_does_not_load_weights_is_named(tmp_path):

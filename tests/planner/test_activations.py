@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tiny import tiny_config
+from tiny_vision import IMAGE, image_row, tiny_vision_config
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
@@ -24,6 +25,7 @@ from areal.api.io_struct import FinetuneSpec
 from areal.engine.train.archon import ArchonEngine
 from areal.planner.devices import load_device
 from areal.planner.engines import trainer_of
+from areal.utils.data import MULTI_MODAL_KEY
 
 CPU = replace(load_device("cpu"), library_gib=0.0)
 NUM_ROWS, LENGTH = 2, 128
@@ -99,14 +101,22 @@ class NormOfOneKernel(torch.autograd.Function):
         return *results, None, None
 
 
-def open_engine(folder: Path, config: TrainEngineConfig, family: str) -> ArchonEngine:
-    (folder / "config.json").write_text(json.dumps(tiny_config(family, **MODELS[family])))
+def open_engine(folder: Path, config: TrainEngineConfig, hf_config: dict[str, Any]) -> ArchonEngine:
+    (folder / "config.json").write_text(json.dumps(hf_config))
     engine = ArchonEngine(config)
     engine.initialize(FinetuneSpec(total_train_epochs=1, dataset_size=1, train_batch_size=1))
     return engine
 
 
-def measured_peak(engine: ArchonEngine) -> int:
+def text_batch() -> dict[str, Any]:
+    shape = (NUM_ROWS, LENGTH)
+    return {
+        "input_ids": torch.randint(0, 64, shape, generator=torch.Generator().manual_seed(0)),
+        "attention_mask": torch.ones(shape, dtype=torch.bool),
+    }
+
+
+def measured_peak(engine: ArchonEngine, batch: dict[str, Any]) -> int:
     """Of one step."""
     meter = MemoryMeter()
     for module in engine.model.modules():
@@ -114,11 +124,6 @@ def measured_peak(engine: ArchonEngine) -> int:
             module.forward = lambda x, norm=module: NormOfOneKernel.apply(
                 x, norm.weight, norm.eps, meter
             )
-    shape = (NUM_ROWS, LENGTH)
-    batch = {
-        "input_ids": torch.randint(0, 64, shape, generator=torch.Generator().manual_seed(0)),
-        "attention_mask": torch.ones(shape, dtype=torch.bool),
-    }
 
     def step() -> None:
         engine.train_batch(batch, lambda logp, *_: logp.sum(), lambda mb: torch.tensor(1.0))
@@ -134,18 +139,44 @@ def measured_peak(engine: ArchonEngine) -> int:
     return meter.peak
 
 
-@pytest.mark.parametrize("mode", ["none", "selective", "full"])
-@pytest.mark.parametrize("family", MODELS)
-def test_the_peak_of_a_step_is_predicted(tmp_path, family, mode):
-    config = TrainEngineConfig(
-        path=str(tmp_path),
+def engine_config(folder: Path, mode: str) -> TrainEngineConfig:
+    return TrainEngineConfig(
+        path=str(folder),
         init_from_scratch=True,
         optimizer=OptimizerConfig(lr=1e-3),
         gradient_checkpointing=mode != "none",
         archon=ArchonEngineConfig(ac_mode=mode),
         logprobs_chunk_size=64,
     )
-    peak = measured_peak(open_engine(tmp_path, config, family))
-    trainer = trainer_of(config, tiny_config(family, **MODELS[family]), CPU)
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_vl"])
+def test_the_peak_of_a_step_with_images_is_predicted(tmp_path, family, mode):
+    wide = {"hidden_size": 64, "intermediate_size": 160}
+    layers = {"num_hidden_layers": 6, "image_size": 64} if family == "gemma3" else {"depth": 6}
+    hf_config = tiny_vision_config(family, **wide, **layers)
+    if family == "gemma3":
+        hf_config["mm_tokens_per_image"] = 64
+    config = engine_config(tmp_path, mode)
+    row = image_row(hf_config, [(16, 16)] * 2, seed=0)
+    batch = {
+        "input_ids": row.tokens[None],
+        "attention_mask": torch.ones(1, len(row.tokens), dtype=torch.bool),
+        MULTI_MODAL_KEY: [row.multi_modal_input()],
+    }
+    peak = measured_peak(open_engine(tmp_path, config, hf_config), batch)
+    rank = trainer_of(config, hf_config, CPU).rank
+    num_images = int((row.tokens == IMAGE).sum())
+    rank = replace(rank, tokens=len(row.tokens), image_tokens=num_images)
+    assert rank.memory("actor").peak == pytest.approx(peak, rel=0.05)
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize("family", MODELS)
+def test_the_peak_of_a_step_is_predicted(tmp_path, family, mode):
+    config, hf_config = engine_config(tmp_path, mode), tiny_config(family, **MODELS[family])
+    peak = measured_peak(open_engine(tmp_path, config, hf_config), text_batch())
+    trainer = trainer_of(config, hf_config, CPU)
     rank = replace(trainer.rank, tokens=NUM_ROWS * LENGTH)
     assert rank.memory("actor").peak == pytest.approx(peak, rel=0.05)

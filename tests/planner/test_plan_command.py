@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from tiny import tiny_config
+from tiny_vision import tiny_vision_config
 
 from areal.cli.main import main
 from areal.planner.devices import find_device, known_devices, load_device, num_gpus
@@ -54,6 +55,22 @@ def test_a_plan_loads_no_torch(project):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_images_of_a_model_that_sees(project, capsys):
+    (project / "seer").mkdir()
+    (project / "seer" / "config.json").write_text(json.dumps(tiny_vision_config("qwen3_vl")))
+    seer = ["actor.path=seer", "--device", "h200", "--json", "--prompt-tokens", "512"]
+    plans = []
+    for more in ([], ["--image-tokens", "400"]):
+        assert plan(*seer, *more) == 0
+        plans.append(json.loads(capsys.readouterr().out))
+    without, shown = ("prompts without images" in json.dumps(one) for one in plans)
+    assert without and not shown
+    assert plan(*seer, "--image-tokens", "513") == 2
+    assert "--image-tokens must be from 0 to the 512 tokens" in capsys.readouterr().err
+    assert plan("--device", "h200", "--image-tokens", "10") == 2
+    assert "--image-tokens: actor.path has no vision tower" in capsys.readouterr().err
 
 
 def test_a_plan_in_words(capsys):

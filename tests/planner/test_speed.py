@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny_model
+from tiny_vision import image_row, tiny_vision_config, tiny_vision_model
+from torch.utils.flop_counter import FlopCounterMode
 
+from areal.models.vision.tower import Images
 from areal.planner.devices import load_device
 from areal.planner.engines import Servers, Trainer
 from areal.planner.layouts import best_split
@@ -18,6 +22,7 @@ from areal.planner.scale import known_models
 from areal.planner.shapes import Shape
 from areal.planner.simulate import Spec, simulate
 from areal.planner.speed import Generation, Layout, Training
+from areal.planner.towers import tower_pairs, tower_products
 from areal.planner.workload import Workload
 
 H200 = load_device("h200")
@@ -69,6 +74,47 @@ def test_adapters_save_a_third_of_the_products_and_small_steps_wait_for_the_host
     slow = Training(shape=tiny_shape(), device=replace(H200, train_op_us=1e6))
     # 50 operations of a block forward, twice as many backward.
     assert slow.micro_batch_s([10]) == pytest.approx(3 * 50 * tiny_shape().num_layers)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl", "qwen3_5", "qwen3_vl"])
+def test_products_of_a_tower_are_counted_as_it_computes_them(family):
+    config = tiny_vision_config(family)
+    model = tiny_vision_model(family)
+    row = image_row(config, [(4, 6)], seed=0)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        sight = model.look(Images(row.pixels, row.grids))
+    found = counter.get_flop_counts()["Global"]
+    products = sum(count for op, count in found.items() if "mm" in str(op))
+    assert products == 2 * len(sight) * tower_products(model.args.vision)
+
+
+def test_pairs_of_patches_by_hand():
+    windows = tiny_vision_model("qwen2_5_vl").args.vision  # of two by two tokens, one layer without
+    assert tower_pairs(windows, 6) == (6 * 4) ** 2 + 2 * (6 * 4) * (4 * 4)
+    fixed = tiny_vision_model("gemma3").args.vision  # images of 36 patches, 9 tokens; two of them
+    assert tower_pairs(fixed, 18) == 2 * 3 * 36**2
+
+
+def test_images_take_time_once_for_each_prompt():
+    shape = Shape(tiny_vision_model("qwen3_vl").args)
+    load = Workload(prompts=4, samples=8, prompt=64, image=32, output=16, max_output=16, spread=0)
+    assert load.distinct_prompts(32) == 4 and load.distinct_prompts(1) == 1
+    trainer = Trainer(
+        Training(shape=shape, device=H200),
+        TrainingRank(shape=shape, device=H200, tokens=1),
+        max_tokens=None,
+        min_micro_batches=1,
+    )
+    text = replace(load, image=0)
+    look_s = trainer.training.look_s(4, 32, trains=True)
+    assert look_s > 0
+    assert trainer.train_s(load) - trainer.train_s(text) == pytest.approx(look_s)
+    assert trainer.memory(load, "a").peak > trainer.memory(text, "a").peak
+    both = {"shape": shape, "device": H200}
+    servers = Servers(Generation(**both), ServerRank(**both), 1, recomputes_cache=False)
+    seen_s = servers.generation.look_s(32)
+    assert servers.steady_s(load) - servers.steady_s(text) == pytest.approx(4 * seen_s)
+    assert servers.whole_s(load) - servers.whole_s(text) == pytest.approx(4 * seen_s)
 
 
 def test_a_decode_step_reads_weights_and_cache():

@@ -100,6 +100,7 @@ def test_a_run_learns_evaluates_saves_and_resumes(kind, root):
     assert sorted(stats) == [-1, *range(8)]
     assert undocumented(name for of_step in stats.values() for name in of_step) == []
     assert sorted(step for step in stats if "eval/loss" in stats[step]) == [-1, 1, 3, 5, 7]
+    assert all(stats[step]["tokens_per_second_predicted"] > 0 for step in range(8))
     assert stats[7]["eval/loss"] < stats[-1]["eval/loss"]
     if kind != "sft":
         assert stats[7]["eval/reward_accuracy"] >= stats[-1]["eval/reward_accuracy"]

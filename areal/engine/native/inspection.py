@@ -9,32 +9,33 @@ Both run between two steps and change nothing. ValueError if the engine cannot s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from areal.engine.native.engine import NativeEngine
+from areal.engine.stored_weights import stored_checksums
 from areal.models.common.layer_trace import trace_layers
 from areal.weight_sync.bucket import Checksums, checksum_of
 
+if TYPE_CHECKING:
+    from areal.engine.native.tensor_parallel import LeadingEngine
+
 
 def weight_checksums(engine: NativeEngine) -> Checksums:
-    """Of the live weights, and of the live adapter under its names in peft's files."""
-    _check(engine, [0])
-    if engine.model.has_fp8_cache:
-        raise ValueError("the weights are stored in FP8 blocks, which the trainer does not have")
-    weights = {name: checksum_of(tensor) for name, tensor in engine.model.named_hf_tensors()}
+    """Of the live weights, and of the live adapter under its names in peft's files. See
+    engine/stored_weights.py."""
+    if engine.loads_files:
+        return cast("LeadingEngine", engine).weight_checksums()
+    engine.check_score([[0]])
+    weights = stored_checksums(engine.model)
     return weights | {name: checksum_of(tensor) for name, tensor in engine.adapters.live_tensors()}
 
 
 def layer_trace(engine: NativeEngine, tokens: Sequence[int]) -> dict[str, Any]:
     """See models/common/layer_trace.py."""
-    _check(engine, list(tokens))
+    if engine.loads_files:
+        raise ValueError("each rank of a tensor-parallel server computes a part of every layer")
+    engine.check_score([list(tokens)])
     engine.adapters.begin(np.zeros(1, np.int64))
     return trace_layers(engine.model, tokens)
-
-
-def _check(engine: NativeEngine, tokens: list[int]) -> None:
-    if engine.loads_files:
-        raise ValueError("each rank of a tensor-parallel server has a shard of the weights")
-    engine.check_score([tokens])

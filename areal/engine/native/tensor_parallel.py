@@ -44,13 +44,14 @@ from areal.engine.native.scoring import ScoredTokens
 from areal.engine.native.sequence import Finished, GenRequest, Progress
 from areal.engine.native.tokenizer import ModelText
 from areal.engine.native.wire import Refusal, decode_requests, encode_requests
+from areal.engine.stored_weights import joined_checksums
 from areal.models import decoder_args
 from areal.models.common.args import share_of
 from areal.models.common.tensor_parallel import Ranks
 from areal.models.hf_io import dtype_named, read_hf_config
 from areal.utils import stacks
 from areal.utils.child_process import ChildProcess
-from areal.weight_sync.bucket import read_bucket
+from areal.weight_sync.bucket import Checksums, read_bucket
 from areal.weight_sync.publication import Publication
 
 _FIRST_BYTES = 1024  # of a message, its length included; most need no second broadcast
@@ -88,6 +89,10 @@ class LeadingEngine:
     @property
     def has_work(self) -> bool:
         return self._engine.has_work
+
+    @property
+    def offloaded(self) -> frozenset[str]:
+        return self._engine.offloaded
 
     def stats(self) -> dict[str, float]:
         return self._engine.stats()
@@ -146,6 +151,11 @@ class LeadingEngine:
         self._send({"do": "score", "sequences": sequences, "num_top": num_top})
         return self._engine.score(sequences, num_top)
 
+    def weight_checksums(self) -> Checksums:
+        self._engine.check_score([[0]])  # raises before it is sent to the followers
+        self._send({"do": "checksums"})
+        return joined_checksums(self._engine.model)
+
     def offload(self, tags: Iterable[str] | None = None) -> None:
         self._send_tags("offload", tags)
         self._engine.offload(tags)
@@ -192,6 +202,8 @@ def follow(engine: NativeEngine, orders: dist.ProcessGroup, text: ModelText) -> 
                     _load(engine, order, orders)
                 case "score":
                     engine.score(order["sequences"], order["num_top"])
+                case "checksums":
+                    joined_checksums(engine.model)
                 case "offload":
                     engine.offload(order["tags"])
                 case "onload":

@@ -29,6 +29,7 @@ from areal.api.config.train_engine import OptimizerConfig, TrainEngineConfig
 from areal.api.engine_api import InferenceEngine, TrainEngine
 from areal.api.io_struct import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from areal.api.routed_experts import ROUTED_KEY
+from areal.engine.stored_weights import checksum_as
 from areal.engine.train import checkpoint
 from areal.engine.train.export import StageLink, Weights, send_weights, stream_adapters
 from areal.engine.train.images import refuse_images
@@ -42,7 +43,7 @@ from areal.utils.data import MULTI_MODAL_KEY, unpack
 from areal.utils.device import best_device, use_plain_blas
 from areal.utils.hub import model_folder
 from areal.utils.waits import progress
-from areal.weight_sync.bucket import DTYPES, Checksums, checksum_of
+from areal.weight_sync.bucket import Checksums
 
 # (logprobs_T, entropy_T, micro-batch) -> loss, or (values_T, micro-batch) -> loss of a critic.
 LossFn = Callable[..., torch.Tensor]
@@ -463,10 +464,7 @@ class BaseTrainEngine(TrainEngine, Generic[ModelT, OptimizerT]):
     def weight_checksums(self, dtypes: Mapping[str, str]) -> Checksums:
         """All ranks iterate; the first has the result."""
         weights = self.hf_weights() if self._receiver is None else self._sent(self._receiver[1])[0]
-        return {
-            name: checksum_of(tensor.to(DTYPES[dtypes[name]]) if name in dtypes else tensor)
-            for name, tensor in weights
-        }
+        return {name: checksum_as(tensor, dtypes.get(name)) for name, tensor in weights}
 
     def set_version(self, version: int) -> None:
         self._version = version

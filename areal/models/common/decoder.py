@@ -329,6 +329,14 @@ class Decoder(nn.Module):
                 tensor = dequantize(tensor, owner.scale, self.embedding_weight.dtype)
             yield from self.adapter.convert_single_to_hf(name, tensor)
 
+    def fp8_block_rows(self) -> dict[str, int]:
+        """Rows that share a scale, of each weight that is stored in FP8; by Hugging Face name."""
+        return {
+            self.adapter.to_hf_name(f"{name}.weight"): len(module.weight) // len(module.scale)
+            for name, module in self.named_modules()
+            if isinstance(module, Fp8Linear)
+        }
+
     def hf_shapes(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes of `named_hf_tensors`; unsharded shapes, also for one rank's shard."""
         own_shapes = {name: tensor.shape for name, tensor in self.state_dict().items()}

@@ -67,6 +67,14 @@ def _quantize_into(weight_ND: torch.Tensor, q_ND: torch.Tensor, scale_BG: torch.
         scale_BG.copy_(made[1])
 
 
+def round_weight(weight_ND: torch.Tensor, block_rows: int, dtype: torch.dtype) -> torch.Tensor:
+    """What FP8 leaves of a weight."""
+    q_ND = torch.empty_like(weight_ND, dtype=FP8)
+    scale_BG = weight_ND.new_empty(_scale_shape(weight_ND, block_rows), dtype=torch.float32)
+    _quantize_into(weight_ND, q_ND, scale_BG)
+    return dequantize(q_ND, scale_BG, dtype)
+
+
 class Fp8Linear(nn.Linear):
     """A linear layer whose weight is stored in FP8; `load` quantizes what it is given."""
 
@@ -111,12 +119,7 @@ class RoundedLinear(nn.Linear):
         return F.linear(rounded(x_TD, round_rows), weight_ND, self.bias)
 
     def _round(self, weight_ND: torch.Tensor) -> torch.Tensor:
-        q_ND = torch.empty_like(weight_ND, dtype=FP8)
-        scale_BG = weight_ND.new_empty(
-            _scale_shape(weight_ND, self._block_rows), dtype=torch.float32
-        )
-        _quantize_into(weight_ND, q_ND, scale_BG)
-        return dequantize(q_ND, scale_BG, weight_ND.dtype)
+        return round_weight(weight_ND, self._block_rows, weight_ND.dtype)
 
 
 def rounded_to_fp8(linears: Sequence[nn.Linear]) -> list[RoundedLinear]:

@@ -70,6 +70,25 @@ class Ranks:
         dist.all_reduce(numbers, dist.ReduceOp.MIN, group=self.group)
         return int(numbers)
 
+    def odd_one(self, number: int, device: torch.device) -> int:
+        """The number of rank 0, or that of the first rank with another one; int64."""
+        own = torch.tensor([number], device=device)
+        numbers = own.new_empty(self.size, 1)
+        dist.all_gather(list(numbers.unbind()), own, group=self.group)
+        first, *others = numbers.flatten().tolist()
+        return next((other for other in others if other != first), first)
+
+    def join(self, part: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+        """The whole tensor, `size` long in `dim`, of which each rank has its `own_part`."""
+        width = -(-size // self.size)
+        padded = part.new_zeros(*part.shape[:dim], width, *part.shape[dim + 1 :])
+        padded.narrow(dim, 0, part.shape[dim]).copy_(part)
+        raw = padded.view(-1).view(torch.uint8)  # of any dtype, also one gloo does not know
+        parts = raw.new_empty(self.size, len(raw))
+        dist.all_gather(list(parts.unbind()), raw, group=self.group)
+        whole = torch.cat([one.view(part.dtype).view(padded.shape) for one in parts], dim)
+        return whole.narrow(dim, 0, size)
+
     def own_part(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
         """This rank's slice, a view."""
         width = -(-whole.shape[dim] // self.size)
@@ -112,6 +131,12 @@ class Share:
         """This rank's shard of the parameter `name`, a view of `whole`."""
         dim = cut_dim(name)
         return whole if dim is None else self.ranks.own_part(whole, dim)
+
+    def join(self, name: str, own: torch.Tensor) -> torch.Tensor:
+        """The whole of a sharded parameter; all ranks call."""
+        dim = cut_dim(name)
+        assert dim is not None, f"{name} is not sharded"
+        return self.ranks.join(own.detach(), dim, self.whole_shapes[name][dim])
 
     def gather_logits(self, logits_TW: torch.Tensor) -> torch.Tensor:
         """[T, V] on every rank, gathered from the columns of each."""

@@ -8,9 +8,12 @@ from tiny import tiny_model, write_tiny_model
 
 from areal.api.config.inference import GenerationHyperparameters
 from areal.engine.native.engine import NativeEngine
+from areal.engine.native.inspection import weight_checksums
 from areal.engine.native.sequence import Finished, GenRequest
+from areal.engine.stored_weights import checksum_as
 from areal.models.common.fp8 import FP8, dequantize, quantize_blocks
 from areal.models.hf_io import dtype_named
+from areal.weight_sync.bucket import checksum_of
 
 PROMPT = [5, 9, 2, 33, 7]
 
@@ -52,6 +55,30 @@ def test_it_draws_by_the_rounded_model_before_and_after_an_update(folder):
     name = "model.layers.0.self_attn.q_proj.weight"
     rounded = dequantize(*quantize_blocks(dict(weights)[name], 16), torch.float32)
     assert torch.equal(loaded[name], rounded)
+
+
+def test_its_checksums_are_those_of_a_trainer_that_rounds_alike(folder):
+    engine = NativeEngine.from_pretrained(folder, dtype=FP8)
+    shown = weight_checksums(engine)
+    own = dict(tiny_model("qwen3").named_hf_tensors())
+
+    def differing() -> list[str]:
+        return [
+            name for name, one in own.items() if checksum_as(one, shown[name][0]) != shown[name]
+        ]
+
+    assert {dtype for dtype, _ in shown.values()} == {"F32", "FP8_16", "FP8_32"}
+    assert shown.keys() == own.keys() and differing() == []
+    name = "model.layers.1.mlp.down_proj.weight"
+    own[name] = own[name].flip(0)
+    assert differing() == [name]
+
+
+def test_a_name_of_blocks_that_do_not_fit_is_no_dtype():
+    weight = torch.ones(24, 8)
+    for stored in (None, "FP8_16", "FP8_3", "FP8_16\n", "what"):
+        assert checksum_as(weight, stored) == checksum_of(weight)
+    assert checksum_as(weight, "FP8_8")[0] == "FP8_8"
 
 
 def test_weights_that_left_the_device_come_back(folder):

@@ -27,12 +27,14 @@ from areal.engine.native.sequence import Finished, GenRequest
 from areal.engine.native.tensor_parallel import LeadingEngine, follow
 from areal.engine.native.tokenizer import ModelText
 from areal.engine.remote.native import NativeRemoteEngine, launch_native_server
+from areal.engine.stored_weights import joined_checksums
 from areal.engine.train.export import send_weights
 from areal.models.common.tensor_parallel import Ranks
 from areal.models.hf_io import save_hf
 from areal.utils.child_process import ChildProcess
 from areal.utils.manifest import seal
 from areal.weight_sync import cuda_ipc
+from areal.weight_sync.bucket import checksum_of
 from areal.weight_sync.publication import open_publication, publish
 from areal.weight_sync.transports import PublicationRoot
 
@@ -46,6 +48,7 @@ MODELS = {
     "llama": ("llama", {"attention_bias": True, "num_key_value_heads": 4, "vocab_size": 64}),
     "deepseek_v2": ("deepseek_v2", {"q_lora_rank": 9}),
 }
+CUT = "model.layers.1.self_attn.o_proj.weight"
 ENGINE = {"page_size": 4, "num_pages": 24, "max_running": 6, "seed": 3}
 
 
@@ -63,6 +66,12 @@ def test_drawn_as_by_one_process(pair, folders):
         assert {output[2] for output in expected.values()} >= {"length", "abort"}
         versions = {version for output in expected.values() for version in output[1]}
         assert versions == {0, 1, 2}
+
+
+def test_checksums_are_of_whole_tensors_and_of_every_rank(pair):
+    for name in MODELS:
+        # As they are; another shard on rank 1; another copy there of what every rank has whole.
+        assert pair["differing"][name] == [[], [CUT], ["model.norm.weight"]], name
 
 
 def test_a_follower_that_drew_other_tokens_raises(pair):
@@ -177,6 +186,7 @@ def run_rank(rank, store, folders, results) -> None:
             leader.close()
         else:
             follow(engine, group, ModelText(folder))
+    outcome["differing"] = {name: differing_names(name, folders[name], ranks) for name in MODELS}
     # Seeds of its own for requests that bring none.
     engine = NativeEngine.from_pretrained(folder, ranks=ranks, **(ENGINE | {"seed": rank}))
     if rank == 0:
@@ -190,6 +200,24 @@ def run_rank(rank, store, folders, results) -> None:
         outcome["astray"] = str(fault.value)
     results.put(outcome)
     dist.destroy_process_group()
+
+
+def differing_names(name, folder, ranks) -> list[list[str]]:
+    """Tensors whose checksum is not that of the file: none, then with two faults of rank 1."""
+    model = NativeEngine.from_pretrained(folder, ranks=ranks, **ENGINE).model
+    family, overrides = MODELS[name]
+    whole = {name: checksum_of(tensor) for name, tensor in biased(family, 0, overrides)}
+    found = []
+    for weight in (None, model.get_parameter("layers.1.attention.wo.weight"), model.norm.weight):
+        kept = None if weight is None else weight.detach().clone()
+        if weight is not None and ranks.rank == 1:
+            weight.data += 1
+        shown = joined_checksums(model)
+        assert shown.keys() == whole.keys()
+        found.append([name for name in whole if shown[name] != whole[name]])
+        if weight is not None:
+            weight.data.copy_(kept)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -296,6 +324,8 @@ def test_a_server_of_two_ranks_takes_weights(server, tmp_path, kind):
         for version in (11, 12):
             newer = tiny_model("qwen2", seed=version, vocab_size=VOCAB)
             send_weights(engine, meta.with_version(version), newer.named_hf_tensors())
+            sent = {name: checksum_of(tensor) for name, tensor in newer.named_hf_tensors()}
+            assert engine.weight_checksums() == {address: sent}
             one = NativeEngine(newer)
             (answer,) = call(address, "/score", sequences=[[5, 7, 9, 3]])
             assert answer["version"] == version
