@@ -88,7 +88,9 @@ def fresh_logprobs(model, req: GenRequest, output: list[int]) -> list[float]:
 
 def assert_is_fresh(model, req: GenRequest, done: Finished) -> None:
     expected = fresh_logprobs(model, req, done.output_tokens)
-    assert done.output_logprobs == pytest.approx(expected, abs=1e-5)
+    # Recurrent layers: the engine adds token by token, a forward chunk by chunk.
+    atol = 1e-5 if model.args.delta is None else 1e-4
+    assert done.output_logprobs == pytest.approx(expected, abs=atol)
 
 
 def mixed_requests(text) -> list[GenRequest]:
