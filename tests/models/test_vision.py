@@ -92,11 +92,12 @@ def their_logits(theirs, row: ImageRow) -> torch.Tensor:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_transformers(tmp_path, family):
     ours, theirs = twins(family, tmp_path)
+    atol = 3e-5 if family.startswith("qwen3_5") else 1e-5  # chunks that are solved otherwise
     for sizes in ROWS.values():
         rows = rows_of(tiny_vision_config(family), sizes)
         with torch.no_grad():
             for row, logits in zip(rows, packed_logits(ours, rows), strict=True):
-                torch.testing.assert_close(logits, their_logits(theirs, row), atol=1e-5, rtol=1e-5)
+                torch.testing.assert_close(logits, their_logits(theirs, row), atol=atol, rtol=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

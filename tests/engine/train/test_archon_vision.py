@@ -113,7 +113,7 @@ def test_log_probabilities_equal_transformers_and_placeholders_have_none(which, 
     engine = open_engine(folder, "archon:d1")
     found = engine.forward_batch(batch)
     expected, learned = their_logprobs(folder, batch), batch["loss_mask"]
-    torch.testing.assert_close(found[learned], expected[learned], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found[learned], expected[learned], atol=3e-5, rtol=1e-5)
     is_placeholder = (batch["input_ids"] >= IMAGE).roll(-1, 1)
     is_placeholder[:, -1] = False
     assert (found[is_placeholder] == 0).all() and is_placeholder.any()
