@@ -54,11 +54,17 @@ def test_the_least_time_of_a_step_by_hand(profile):
     from generation import Ceilings
 
     work = profile.Work(
-        matrix_bytes=8e9, matrix_flop=3e12, cache_bytes=2e9, attention_flop=1e12, logit_bytes=4e9
+        matrix_bytes=8e9,
+        matrix_flop=3e12,
+        cache_bytes=2e9,
+        attention_flop=1e12,
+        state_bytes=2e9,
+        logit_bytes=4e9,
     )
     least = work.least_seconds(Ceilings(bytes_per_s=4e9, flop_per_s=1e12))
     # 8e9 bytes take 2 s, 3e12 operations 3 s: the longer one counts.
-    assert least == {"matrix": 3.0, "attention": 1.0, "sampling": 1.0, "rest": 0.0}
+    expected = {"matrix": 3.0, "attention": 1.0, "states": 0.5, "sampling": 1.0, "rest": 0.0}
+    assert least == expected
 
 
 @pytest.mark.parametrize(("window", "cached"), [(None, [4, 5, 6]), (3, [3, 3, 3]), (5, [4, 5, 5])])
