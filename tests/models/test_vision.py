@@ -116,7 +116,8 @@ def test_gradients_equal_transformers(tmp_path, family):
     assert found.keys() == expected.keys()
     for name, grad in found.items():
         scale = expected[name].abs().max().item() + 1e-3
-        # How fast a head forgets: terms that nearly cancel, against float64 wrong by 1e-3 in both.
+        # How fast a head forgets: terms that nearly cancel. Of the largest number, float32 was off
+        # float64 by 8e-4 here and by 4e-4 in transformers.
         of_decay = ("A_log", "dt_bias", "in_proj_a.weight")
         atol = 2e-3 if name.endswith(of_decay) else 1e-4
         assert torch.allclose(grad, expected[name], atol=atol * scale, rtol=1e-4), name
