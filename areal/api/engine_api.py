@@ -26,6 +26,7 @@ only generates refuses the calls that run episodes; `rollout/controller.py` adds
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -229,7 +230,14 @@ class InferenceEngine(ABC):
 
     @abstractmethod
     def stats(self) -> dict[str, float]:
-        """Counters and gauges since the start: tokens generated, pages in use, preemptions."""
+        """Counters and gauges since the start: tokens generated, pages in use, preemptions. Names
+        of seconds end in `_s`."""
+
+    def progress(self) -> dict[str, float]:
+        """Those of `stats` that change only while the engine works: no seconds, which count idle
+        time too, and no NaN, which differs from itself."""
+        found = self.stats().items()
+        return {k: v for k, v in found if not k.endswith("_s") and math.isfinite(v)}
 
     def export_stats(self) -> dict[str, float]:
         """Numbers for a tracker: those of `stats`, and of episodes where the engine runs them."""

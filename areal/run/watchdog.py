@@ -1,7 +1,7 @@
 """Watchdog: ends a run without progress, and reports what each process waits for.
 
     with watched(300, stacks_file=logs / "stacks.txt") as watchdog:
-        watchdog.observe("server", engine.stats)      # a changed return value is progress
+        watchdog.observe("server", engine.progress)   # a changed return value is progress
         ...
 
 Progress is any call of `waits.progress()`: an episode ended, a phase began, a micro-batch was

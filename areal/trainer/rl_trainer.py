@@ -90,7 +90,7 @@ class PPOTrainer(Trainer):
             )
         self.device.connect(self.inference)
         self._connect()
-        self.run.watchdog.observe("inference", self.inference.stats)
+        self.run.watchdog.observe("inference", self.inference.progress)
         self.server_trace = ServerTrace(self.inference)
         self.reward_spread = RewardSpread()
         self.predict_speed = predictor_of(self.config, has_gpu=torch.cuda.is_available())

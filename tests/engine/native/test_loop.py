@@ -7,10 +7,12 @@ import threading
 import time
 
 import pytest
-from tiny import tiny_model
+from tiny import tiny_model, write_tiny_model
 
 from areal.api.config.inference import GenerationHyperparameters
+from areal.api.io_struct import ModelRequest
 from areal.engine.native.engine import NativeEngine
+from areal.engine.native.local_engine import NativeLocalEngine
 from areal.engine.native.loop import BusyIntervals, EngineEndedError, EngineLoop
 from areal.engine.native.sequence import GenRequest
 from areal.engine.native.wire import Refusal, Reply
@@ -255,3 +257,21 @@ def test_idle_time_by_cause(loop):
     grows("offloaded_s")
     loop.call(lambda engine: engine.onload()).result()
     assert loop.stats()["control_s"] > 0
+
+
+async def test_idle_time_is_no_progress(tmp_path):
+    """Else a run that hangs would never be ended."""
+    engine = NativeLocalEngine(write_tiny_model(tmp_path / "model"), num_pages=50)
+    engine.initialize()
+    try:
+        before, progress = engine.stats(), engine.progress()
+        deadline = time.monotonic() + 900
+        while engine.stats() == before:
+            assert time.monotonic() < deadline
+        assert engine.progress() == progress
+        await engine.agenerate(
+            ModelRequest(rid="a", input_ids=[5, 9], gconfig=request("a").gconfig)
+        )
+        assert engine.progress() != progress
+    finally:
+        engine.destroy()
