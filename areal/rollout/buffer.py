@@ -97,10 +97,10 @@ class GroupBuffer:
         else:
             self._gate.on_rejected()
 
-    @property
-    def holds_a_batch(self) -> bool:
-        """Necessary, not sufficient: `take` may still wait for an older group."""
-        return len(self._finished) >= self._gate.consumer_batch_size
+    def holds_a_batch_with(self, more: int) -> bool:
+        """Whether it would with so many `more` finished groups. Necessary, not sufficient: `take`
+        may still wait for an older group."""
+        return len(self._finished) + more >= self._gate.consumer_batch_size
 
     def take(self, version: int) -> list[FinishedGroup] | None:
         """The groups for the step of `version`, or None while it has to wait."""

@@ -49,6 +49,13 @@ class TaskRunner:
         """Schedule `function` in the loop, in the order of calls. Any thread."""
         self._loop.call_soon_threadsafe(self._guarded, function)
 
+    def call_later(self, delay_s: float, function: Callable[[], None]) -> None:
+        """As `call`, after a delay. Loop thread only."""
+        if delay_s <= 0:
+            self._loop.call_soon(self._guarded, function)
+        else:
+            self._loop.call_later(delay_s, self._guarded, function)
+
     def spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Start a task owned by this runner. Loop thread only; its exception is a `failure`."""
         task = self._loop.create_task(coroutine, name=name)

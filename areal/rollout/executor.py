@@ -15,7 +15,7 @@
                    unblocked by: a new version, a released slot of the gate, resume()
     group          consumes: one prompt       produces: an outcome (finished, rejected or failed)
                    waits for: engine, reward  unblocked by: them, or cancelled by close()
-    settle         consumes: all outcomes of one tick of the loop, in one transaction
+    settle         consumes: the outcomes of some milliseconds, in one transaction
                    produces: the finished groups of the buffer, at most (eta + 1) * B
     prepare_batch  consumes: B groups of the buffer (buffer.py)
                    waits for: `changed`, at most `timeout_s` without a new result
@@ -69,6 +69,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("RolloutExecutor")
 
 _REJECTED_BATCHES = 10  # in a row, before a warning
+# A transaction costs about as much as the outcomes in it, so a busy loop collects them: after one,
+# it waits this many times as long as that took. Who waits for less than that notices nothing.
+_PAUSE = 9
+_MAX_PAUSE_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +132,12 @@ class WorkflowExecutor:
         self._dropped: list[int] = []  # rejected groups that the next batch counts
         self._version = 0
         self._paused = self._closed = False
+        self._is_awaited = False  # the trainer waits for a batch
 
         # Touched by the loop thread only, once started.
         self._source: Prompts | None = None
-        self._outcomes: list[Outcome] = []
+        self._outcomes: list[Outcome] = []  # not settled yet
+        self._next_settle = 0.0  # time.monotonic()
         self._reissue: deque[int] = deque()
         self._next_task_id = 0
         runner.on_failure(self._wake)
@@ -179,9 +185,17 @@ class WorkflowExecutor:
         """Block until the next B groups are ready; raises the error that stopped the rollout."""
         wait_began = time.monotonic()
         with waiting(lambda: self._buffer.describe_wait(self._version)), self._changed:
-            while (batch := self._take()) is None:
-                self._wait(wait_began)
-            return batch
+            if (batch := self._take()) is not None:
+                return batch
+            self._is_awaited = True
+            self._runner.call(self._settle)
+            try:
+                while batch is None:
+                    self._wait(wait_began)
+                    batch = self._take()
+                return batch
+            finally:
+                self._is_awaited = False
 
     def take_batch(self) -> Batch | None:
         """The next batch if it is ready; None where `prepare_batch` would wait."""
@@ -332,6 +346,8 @@ class WorkflowExecutor:
         self._closed = True
         self._wake()
         self._submitted.close()
+        if self._outcomes:
+            self._runner.call(self._settle)
         self._runner.cancel_tasks(timeout_s)
 
     # Trainer thread, holding `changed`.
@@ -422,9 +438,7 @@ class WorkflowExecutor:
             raise  # fails the loop; the prompt stays `issued`, for the resumed run
         except Exception as error:
             outcome = failed(group, error, version=self._version)
-        if not self._outcomes:  # the first of this tick; one call settles them all
-            self._runner.call(self._settle)
-        self._outcomes.append(outcome)
+        self._settle_soon(outcome)
 
     def _check_newest(self, span: tuple[int, int] | None) -> None:
         """Checked here because engine copies in workers do not know the newest version sent."""
@@ -435,9 +449,20 @@ class WorkflowExecutor:
                 f"{newest}: check the inference servers"
             )
 
+    def _settle_soon(self, outcome: Outcome) -> None:
+        """At once if it may complete the batch that the trainer waits for."""
+        self._outcomes.append(outcome)
+        if self._is_awaited and self._buffer.holds_a_batch_with(len(self._outcomes)):
+            self._runner.call(self._settle)  # after the outcomes of the same tick
+        elif len(self._outcomes) == 1:
+            self._runner.call_later(self._next_settle - time.monotonic(), self._settle)
+
     def _settle(self) -> None:
         """Make outcomes durable, then visible to the trainer, then admit."""
         outcomes, self._outcomes = self._outcomes, []
+        if not outcomes:
+            return
+        began = time.monotonic()
         self._ledger.settle(outcomes, self._version)
         with self._changed:
             for outcome in outcomes:
@@ -446,11 +471,13 @@ class WorkflowExecutor:
                 waits = "waiting" if outcome.state == "finished" else None
                 enter_stage([prompt_lane(outcome.task_id)], waits)
             # Waking the trainer for less than a batch would only contend for the GIL.
-            if self._buffer.holds_a_batch or self._failures.error is not None:
+            if self._buffer.holds_a_batch_with(0) or self._failures.error is not None:
                 self._changed.notify_all()
         for outcome in outcomes:
             self._show(outcome.task_id, outcome.trajectory, outcome.tail_version, False)
         self._admit()
+        ended = time.monotonic()
+        self._next_settle = ended + min(_PAUSE * (ended - began), _MAX_PAUSE_S)
 
     def _count(self, outcome: Outcome) -> None:
         if outcome.error is not None:
