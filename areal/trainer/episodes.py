@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from areal.agents.sight import Sight
 from areal.algorithm import DYNAMIC_FILTERS
 from areal.algorithm.normalization import are_equal, episode_means
 from areal.api.config.inference import GenerationHyperparameters
@@ -61,8 +60,7 @@ def build_workflow(
     """
     image_folder = image_folder or RunPaths.of(config).images
     if config.rollout.agent.mode == "online" and not is_eval:
-        # Late, also below: a web server takes long to import, and few runs have one.
-        from areal.agents.workflow import online_workflow
+        from areal.agents.workflow import online_workflow  # late: a web framework
 
         _refuse_given(given)
         return online_workflow(
@@ -73,7 +71,7 @@ def build_workflow(
     if isinstance(found, RolloutWorkflow):
         return resolve.build_workflow(found, kwargs)
     if is_agent(found):
-        from areal.agents.workflow import agent_workflow
+        from areal.agents.workflow import agent_workflow  # late: a web framework
 
         own = {**config.workflow_kwargs, **(kwargs or {})}
         _check_agent_kwargs(found, own)
@@ -169,6 +167,8 @@ def _agent_options(
     *,
     is_eval: bool,
 ) -> dict[str, Any]:
+    from areal.agents.sight import Sight
+
     options = config.rollout.agent
     processor = find_processor(config.actor.path, tokenizer)
     store = ImageStore(image_folder)

@@ -215,8 +215,7 @@ class PPOTrainer(Trainer):
 
     def _start_router(self, runner: TaskRunner, stack: ExitStack) -> None:
         """The one address of the workers' sessions."""
-        # Late: a web server takes long to import, and few runs have one.
-        from areal.agents.router import AgentRouter
+        from areal.agents.router import AgentRouter  # late: a web framework, for online runs alone
 
         router = AgentRouter(
             self.config.rollout.agent, admin_key=admin_key(), folder=self.run.paths.agents
