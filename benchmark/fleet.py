@@ -44,6 +44,21 @@ from areal.utils.hosted_object import HostedObject
 from areal.utils.stacks import descendants
 
 PATIENCE_S = 900.0
+RAY_SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_enable_worker_prestart": "0",
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+    # Dozens of nodes and workers start on few cores; what is slow is not dead.
+    "RAY_raylet_start_wait_time_s": "900",
+    "RAY_worker_register_timeout_seconds": "900",
+    "RAY_agent_register_timeout_ms": "900000",
+    # A killed node refuses the connection, which counts at once.
+    "RAY_health_check_timeout_ms": "120000",
+    # Statistics of dozens of nodes, which nobody reads here.
+    "RAY_metrics_report_interval_ms": "120000",
+    "RAY_event_stats": "0",
+}
 GROUP_S = 5.0  # how long a group lasts, in the mean
 
 
@@ -76,13 +91,7 @@ def main() -> None:
 def ray_cluster(args: argparse.Namespace) -> Iterator[Any]:
     """A head without room for workers, and nodes with room for twice their share of them: what a
     killed node had finds another place."""
-    os.environ.update(
-        RAY_USAGE_STATS_ENABLED="0",
-        RAY_raylet_start_wait_time_s="600",  # many nodes start on few cores
-        RAY_enable_worker_prestart="0",
-        RAY_prestart_worker_first_driver="0",
-        RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S="0",
-    )
+    os.environ.update(RAY_SETTINGS)
     import ray
     from ray.cluster_utils import Cluster
 

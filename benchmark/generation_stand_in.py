@@ -90,7 +90,8 @@ class StandIn:
         return web.json_response({"version": self.version})
 
 
-async def serve(stand_in: StandIn) -> None:
+async def listen(stand_in: StandIn) -> int:
+    """The port of loopback that it answers on."""
     app = web.Application(client_max_size=1 << 30)
     app.router.add_post("/generate", stand_in.generate)
     app.router.add_post("/update_weights", stand_in.update_weights)
@@ -99,7 +100,11 @@ async def serve(stand_in: StandIn) -> None:
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0, backlog=4096)
     await site.start()
-    print(json.dumps({"port": runner.addresses[0][1]}), flush=True)
+    return runner.addresses[0][1]
+
+
+async def serve(stand_in: StandIn) -> None:
+    print(json.dumps({"port": await listen(stand_in)}), flush=True)
     await stand_in.step_for_ever()
 
 

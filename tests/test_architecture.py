@@ -249,7 +249,7 @@ NEEDS = {
         "areal.models.common.fp8_training_kernels",
         "areal.models.common.invariant_matmul",
     ),
-    "vllm": (),
+    "vllm": ("areal.engine.remote.vllm_worker",),
     "wandb": (),
 }
 
