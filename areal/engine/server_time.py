@@ -37,30 +37,29 @@ class IdleTime:
     other."""
 
     def __init__(self) -> None:
-        self._totals: dict[str, float] = {
-            "no_request": 0.0,
-            "paused": 0.0,
-            "offloaded": 0.0,
-            "control": 0.0,
-        }
-        self._current: tuple[str, float] | None = None
+        causes = ("no_request", "paused", "offloaded", "control")
+        # Seconds by cause, and the one that goes on with when it began. Replaced as a whole, so
+        # that a reader counts no interval twice or not at all: the sums never go back.
+        self._spent: tuple[dict[str, float], tuple[str, float] | None]
+        self._spent = dict.fromkeys(causes, 0.0), None
 
     @contextmanager
     def spent(self, cause: str) -> Iterator[None]:
-        began = time.monotonic()
-        self._current = (cause, began)
+        totals, began = self._spent[0], time.monotonic()
+        self._spent = totals, (cause, began)
         try:
             yield
         finally:
-            self._current = None
-            self._totals[cause] += time.monotonic() - began
+            elapsed = time.monotonic() - began
+            self._spent = totals | {cause: totals[cause] + elapsed}, None
 
     def stats(self) -> dict[str, float]:
         """With the time of a wait that goes on."""
-        current, totals = self._current, dict(self._totals)
+        totals, current = self._spent
+        seconds = dict(totals)
         if current is not None:
-            totals[current[0]] += time.monotonic() - current[1]
-        return {f"{cause}_s": seconds for cause, seconds in totals.items()}
+            seconds[current[0]] += time.monotonic() - current[1]
+        return {f"{cause}_s": value for cause, value in seconds.items()}
 
 
 class BusyIntervals:

@@ -114,7 +114,7 @@ def _join(
             first += end - start
             blocks.append((num_tokens, num_tokens + start, num_tokens + end))
         num_tokens += len(tokens_S)
-    if not distinct:
+    if not rows:  # none, or tensors of no image
         return None
 
     def upload(parts: list[np.ndarray], axis: int = 0) -> torch.Tensor:
