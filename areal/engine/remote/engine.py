@@ -75,10 +75,10 @@ class RemoteEngine(InferenceEngine):
 
     Tokens at or beyond `vocab_size` are refused; `max_context` is the servers' limit on prompt and
     output tokens. `processes` are those of the servers, in the order of `addrs`; without them no
-    server is restarted. `max_restarts` bounds restarts between two weight updates. Copies of this
-    engine in other processes find restarted servers, and the version where it is counted here, in
-    `address_file` and a file beside it. With `awaits_weights` the servers may have any: send them
-    some before the first request.
+    server is restarted. `max_restarts` bounds restarts between two weight updates, or batches of
+    `compute_logp`. Copies of this engine in other processes find restarted servers, and the version
+    where it is counted here, in `address_file` and a file beside it. With `awaits_weights` the
+    servers may have any: send them some before the first request.
     """
 
     def __init__(
@@ -316,6 +316,7 @@ class RemoteEngine(InferenceEngine):
         with ThreadPoolExecutor(count, thread_name_prefix="score") as threads:
             for index, answer in enumerate(threads.map(score, range(count))):
                 scores[index::count] = answer
+        self._pool.num_recent = 0  # servers of a teacher get no weight updates
         return padded_scores(scores, data)
 
     def weight_checksums(self) -> dict[str, Checksums]:

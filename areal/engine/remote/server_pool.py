@@ -60,8 +60,8 @@ _ANSWER_S = 5.0  # timeout of a copy's health probe
 
 class ServerPool:
     """`processes` are those of the servers, in the order of `addresses`, or none; `max_restarts`
-    bounds restarts between two weight updates. `address_file` must be readable by every process of
-    the run; without it copies only retry."""
+    bounds restarts between two weight updates, or scored batches. `address_file` must be readable
+    by every process of the run; without it copies only retry."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class ServerPool:
         self._setup_timeout_s = setup_timeout_s
         self._processes = dict(zip(addresses, processes, strict=False))  # by current address
         self._max_restarts = max_restarts
-        self._num_recent = 0  # restarts since the last weight update
+        self.num_recent = 0  # restarts since the last weight update, or batch that was scored
         self.num_restarts = 0
         self._forbidden: str | None = None  # why servers are not restarted
         self._file = address_file
@@ -262,7 +262,7 @@ class ServerPool:
         self.expect_weights(version)
         with self._changing:
             self.version, self._weights = version, order
-            self._num_recent, self._forbidden = 0, None
+            self.num_recent, self._forbidden = 0, None
             newcomers, self._newcomers = self._newcomers, set()
             if order is None and version > 0:
                 self._forbidden = (
@@ -499,8 +499,8 @@ class ServerPool:
         """The new address. EngineLostError says how the last one ended if the budget is spent."""
         if self._forbidden is not None:
             raise EngineLostError(f"{end}; it cannot be replaced: {self._forbidden}")
-        while self._num_recent < self._max_restarts:
-            self._num_recent += 1
+        while self.num_recent < self._max_restarts:
+            self.num_recent += 1
             self.num_restarts += 1
             logger.warning("%s; starting another", end)
             try:
