@@ -49,7 +49,7 @@ class Inbox:
         self.deliveries.put((results, threading.current_thread().name))
 
     def take(self):
-        return self.deliveries.get(timeout=10)[0]
+        return self.deliveries.get(timeout=900)[0]
 
     def take_all(self, count):
         results = []
