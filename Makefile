@@ -28,7 +28,9 @@ MARKDOWN := $(wildcard *.md docs examples benchmark docker .github)
 demo: $(VENV)/.installed
 	$(BIN)/areal demo $(ARGS)
 
+# Compiled once, not by each of the suite's processes where PYTHONDONTWRITEBYTECODE is set.
 test: lint docs
+	$(BIN)/python -m compileall -q areal
 	$(BIN)/python -m pytest -n 3 --dist worksteal --durations 60 \
 	-m "not gpu and not multi_gpu and not real_agents and not real_browser and not evaluators"
 
