@@ -40,14 +40,14 @@ MODELS = {  # family, overrides of its tiny config
     "experts": ("qwen3_moe", {"head_dim": 64}),
     "heads_of_80": ("llama", {"head_dim": 80}),
     "heads_of_96": ("gemma3_text", _GEMMA | {"head_dim": 96}),
-    # Heads as Qwen3.5 has them, also for training.
+    # Heads as Qwen3.5 has them, also for training, and a gated shared feed-forward.
     "hybrid": (
-        "qwen3_5_text",
+        "qwen3_5_moe_text",
         {"num_hidden_layers": 2, "head_dim": 256, "partial_rotary_factor": 0.25}
         | {"linear_key_head_dim": 128, "linear_value_head_dim": 128},
     ),
 }
-# The files of kernels that are compiled, where not all: the others' kernels are those of gemma3.
+# The files of kernels that are compiled, where not all: gemma3 and experts have the others.
 FILES = {"hybrid": ("delta_chunk_kernels", "delta_conv_kernels", "hybrid_kernels")}
 TYPES = {
     torch.float32: "*fp32",

@@ -46,6 +46,7 @@ def test_prefill_and_decode_compile_for_an_h200(model, cache):
     if model == "hybrid":
         training = {"solve_kernel", "states_back_kernel", "chunk_back_kernel", "conv_back_kernel"}
         assert training | {"_recur_kernel", "_convolve_kernel", "_gated_rope_kernel"} <= kernels
+        assert "_add_shared_kernel" in kernels
         return
     attention = {"_decode_kernel", "_prefill_kernel", "_prompt_kernel"}
     assert attention | {"cut_kernel", "race_kernel", "_few_rows_kernel"} <= kernels
