@@ -267,6 +267,16 @@ def _cached_tokens(answer: dict[str, Any]) -> int:
     return details.get("cached_tokens") or 0
 
 
+_SERVER_ENV = {
+    "VLLM_SERVER_DEV_MODE": "1",  # opens /pause, /resume, /collective_rpc
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # whose last lines are kept for error messages
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75",  # longer than our client keeps idle connections
+    # Pinned to cores, it would compete with the trainer for them.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+
+
 def launch_vllm_server(
     model_path: str | Path,
     *,
@@ -327,16 +337,11 @@ def launch_vllm_server(
         "enable-prompt-tokens-details": True,
     }
     env = {
+        **_SERVER_ENV,
         "PYTHONPATH": str(_folder_of_areal(scratch / "packages")),
         "VLLM_API_KEY": token,
-        "VLLM_SERVER_DEV_MODE": "1",  # opens /pause, /resume, /collective_rpc
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "0" if lora_rank is None else "1",
-        "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # whose last lines are kept for error messages
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75",  # longer than our client keeps idle connections
         "VLLM_CPU_KVCACHE_SPACE": str(cpu_cache_gb),
-        # Pinned to cores, it would compete with the trainer for them.
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(threads),
     }
     return launch_server(
