@@ -114,10 +114,10 @@ def check_memory(
     hf_configs = {
         role: read_hf_config(place.folder) if place.folder is not None else place.config
         for role, place in found.items()
-        if role in config.models()
+        if role in config.all_models()
     }
     known = {role: config_json for role, config_json in hf_configs.items() if config_json}
-    if set(known) != set(config.models()):
+    if set(known) != set(config.all_models()):
         return
     profile = load_device(name)
     # On a machine with one GPU, all share it.
