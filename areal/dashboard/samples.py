@@ -178,7 +178,7 @@ def _decode(run: RunReader, task_id: int, data: bytes) -> dict[str, np.ndarray]:
 
     try:
         return safetensors.numpy.load(data)
-    except (safetensors.SafetensorError, KeyError, ValueError) as error:
+    except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
         raise UnreadableRunError(
             f"{run.paths.database}: the trajectory of prompt {task_id} cannot be read ({error})"
         ) from error

@@ -8,8 +8,10 @@ import sqlite3
 import pytest
 from dashboard_world import WrittenRun
 
+from areal.api.json_text import dumps
 from areal.dashboard import views
 from areal.dashboard.reader import RunReader, UnreadableRunError, find_runs
+from areal.dashboard.routes import Routes
 from areal.dashboard.samples import SampleFilter, find_samples, read_sample
 from areal.rollout.source import Prompt
 from areal.run.database import Start
@@ -82,13 +84,44 @@ def test_damaged_empty_and_foreign_files_are_named(tmp_path):
         pass
 
 
-@pytest.mark.parametrize(("stats", "found"), [("{", "not JSON"), ("[1]", "a list, expected")])
+@pytest.mark.parametrize(
+    ("stats", "found"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "a list, expected"),
+        ('{"timeperf/step": "x"}', "'timeperf/step' of step 1 is 'x', expected a number"),
+        ('{"tokens": 1' + "0" * 400 + "}", "'tokens' of step 1 is 1000"),
+    ],
+)
 def test_statistics_that_are_none_are_named(tmp_path, stats, found):
     run = WrittenRun(tmp_path, steps=2)
     with run.database.transaction() as connection:
         connection.execute("UPDATE steps SET stats = ? WHERE step = 1", (stats,))
     with RunReader(run.root) as reader, pytest.raises(UnreadableRunError, match=found):
         reader.summary()
+    run.close()
+
+
+def test_a_time_or_a_size_that_is_none_is_named(tmp_path):
+    run = WrittenRun(tmp_path, steps=2)
+    for change, found in (
+        ("UPDATE events SET time = 9e999", "a time is inf"),
+        ("UPDATE starts SET dataset_size = 'many'", "has 'many' rows"),
+        ("UPDATE steps SET time = 'noon'", "a time is 'noon', expected Unix seconds"),
+    ):
+        with run.database.transaction() as connection:
+            connection.execute(change)
+        described = views.describe_run(run.root)
+        assert described["state"] == "unreadable" and found in described["fault"]
+    run.close()
+
+
+def test_numbers_that_json_lacks_hide_no_run(tmp_path):
+    run = WrittenRun(tmp_path / "run", **{"rollout/reward": float("nan"), "tokens": float("inf")})
+    routes = Routes([tmp_path])
+    for path in ("runs", "run/0/now", "run/0/curves", "run/0/seconds", "run/0/alarms"):
+        dumps(routes.answer(path, {}))
+    assert routes.answer("runs", {})[0]["reward"] is None
     run.close()
 
 
