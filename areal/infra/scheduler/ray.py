@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -42,6 +42,7 @@ logger = logging.getLogger("RayScheduler")
 _GIGABYTE = 1 << 30
 _ROOM_S = 30.0  # for Ray to reschedule a worker of a lost machine
 _LOOK_S = 1.0  # between two attempts
+_LOST = (RayActorError, OutOfMemoryError)  # the second: killed by Ray, whose machine ran short
 _MAX_OVERLAPPING = 100_000  # calls in flight per worker; Ray's default is 1,000
 
 
@@ -85,7 +86,7 @@ class RayScheduler(Scheduler):
             raise WorkerTimeoutError(
                 role, f"Ray started not all workers within {timeout:g} s; free resources: {free}"
             ) from None
-        except RayActorError as error:
+        except _LOST as error:
             raise WorkerFailedError(role, str(error)) from error
         return [Worker(f"{role}/{i}", ip) for i, (ip, _) in enumerate(addresses)]
 
@@ -151,7 +152,7 @@ class RayScheduler(Scheduler):
                 answer = await asyncio.wrap_future(reply.future())
         except TimeoutError:
             raise WorkerTimeoutError(worker_id, f"no answer within {timeout_s:g} s") from None
-        except RayActorError as error:
+        except _LOST as error:
             raise WorkerFailedError(worker_id, str(error)) from error
         return answer.result_or_raise(worker_id)
 
@@ -275,5 +276,5 @@ def _wait(reply: Any, worker_id: str, timeout_s: float) -> Any:
         return ray.get(reply, timeout=timeout_s)
     except GetTimeoutError:
         raise WorkerTimeoutError(worker_id, f"no answer within {timeout_s:g} s") from None
-    except RayActorError as error:
+    except _LOST as error:
         raise WorkerFailedError(worker_id, str(error)) from error
