@@ -226,6 +226,19 @@ def test_light_doors_load_nothing_heavy(module):
     assert json.loads(run_python(code)) == []
 
 
+def test_trainers_and_servers_start_without_what_few_of_them_use():
+    """Each of these takes a quarter of a second of a core or more, in every process of a run."""
+    code = (
+        "import json, sys\n"
+        "import areal.trainer.experiment\n"
+        "found = {'fastapi', 'ray', 'sympy', 'torch.distributed.tensor'} & set(sys.modules)\n"
+        "import areal.engine.native.server\n"
+        "found |= {'ray', 'sympy', 'torch.distributed.tensor', 'transformers'} & set(sys.modules)\n"
+        "print(json.dumps(sorted(found)))\n"
+    )
+    assert json.loads(run_python(code)) == []
+
+
 # Packages of extras and of other environments, and who may import them at its top.
 NEEDS = {
     "flashinfer": (),
