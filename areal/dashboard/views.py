@@ -129,7 +129,7 @@ def _waits_for(run: RunReader, state: str, counts: Mapping[str, int]) -> str:
 
 def seconds(run: RunReader, last: int) -> dict[str, Any] | None:
     found = time_by_cause(run, last)
-    return None if found is None else asdict(found)
+    return None if found is None else _clean(asdict(found))
 
 
 def alarms(run: RunReader) -> list[dict[str, Any]]:

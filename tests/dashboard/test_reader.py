@@ -9,7 +9,7 @@ import pytest
 from dashboard_world import WrittenRun
 
 from areal.api.json_text import dumps
-from areal.dashboard import views
+from areal.dashboard import text, views
 from areal.dashboard.reader import RunReader, UnreadableRunError, find_runs
 from areal.dashboard.routes import Routes
 from areal.dashboard.samples import SampleFilter, find_samples, read_sample
@@ -117,7 +117,10 @@ def test_a_time_or_a_size_that_is_none_is_named(tmp_path):
 
 
 def test_numbers_that_json_lacks_hide_no_run(tmp_path):
-    run = WrittenRun(tmp_path / "run", **{"rollout/reward": float("nan"), "tokens": float("inf")})
+    broken = dict.fromkeys(("rollout/reward", "timeperf/train", "server/servers"), math.nan)
+    run = WrittenRun(tmp_path / "run", **broken, tokens=math.inf)
+    with RunReader(run.root) as reader:
+        assert "servers -" in text.picture(reader, 80)
     routes = Routes([tmp_path])
     for path in ("runs", "run/0/now", "run/0/curves", "run/0/seconds", "run/0/alarms"):
         dumps(routes.answer(path, {}))
