@@ -57,6 +57,7 @@ test-multi-gpu: $(VENV)/.installed-dev
 
 test-vllm: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m slow -rs -k "vllm" tests/engine/remote/test_vllm_remote.py \
+		tests/engine/remote/test_vllm_vision.py \
 		tests/trainer/test_stock_fleet_run.py tests/doctor/test_real_vllm.py
 
 # The variable keeps a notice about MkDocs' own future out of the output.
