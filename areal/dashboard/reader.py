@@ -15,6 +15,7 @@ one. `UnreadableRunError` names the file and what to do; SQLite's own errors do 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sqlite3
 from collections.abc import Iterator, Mapping
@@ -42,6 +43,15 @@ class StepRow:
     step: int  # -1 is before the first
     time: float  # of its end, in Unix seconds
     stats: dict[str, float]
+
+    @property
+    def finite(self) -> dict[str, float]:
+        """Those statistics that one can add up: a file may hold NaN, or text."""
+        return {
+            key: value
+            for key, value in self.stats.items()
+            if isinstance(value, int | float) and math.isfinite(value)
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +118,11 @@ class RunReader:
         done = rows[-1].step + 1 if rows else 0
         total = self.total_steps()
         state = "running" if holder else "finished" if self._has_finished() else "stopped"
-        times = [row.stats["timeperf/step"] for row in rows if "timeperf/step" in row.stats]
+        times = [row.finite["timeperf/step"] for row in rows if "timeperf/step" in row.finite]
         eta_s = None
         if state == "running" and total is not None and times:
             eta_s = (total - done) * sum(times) / len(times)
-        reward = rows[-1].stats.get("rollout/reward") if rows else None
+        reward = rows[-1].finite.get("rollout/reward") if rows else None
         updated = [row.time for row in rows[-1:]] + [event["time"] for event in self.events(last=1)]
         return RunSummary(
             self.name, state, done, total, reward, eta_s, max(updated, default=None), holder
