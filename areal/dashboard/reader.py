@@ -45,6 +45,11 @@ class StepRow:
     time: float  # of its end, in Unix seconds
     stats: dict[str, float]
 
+    @property
+    def finite(self) -> dict[str, float]:
+        """Those statistics that one can add up."""
+        return {key: value for key, value in self.stats.items() if math.isfinite(value)}
+
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
@@ -110,11 +115,11 @@ class RunReader:
         done = rows[-1].step + 1 if rows else 0
         total = self.total_steps()
         state = "running" if holder else "finished" if self._has_finished() else "stopped"
-        times = [row.stats["timeperf/step"] for row in rows if "timeperf/step" in row.stats]
+        times = [row.finite["timeperf/step"] for row in rows if "timeperf/step" in row.finite]
         eta_s = None
         if state == "running" and total is not None and times:
             eta_s = (total - done) * sum(times) / len(times)
-        reward = rows[-1].stats.get("rollout/reward") if rows else None
+        reward = rows[-1].finite.get("rollout/reward") if rows else None
         updated = [row.time for row in rows[-1:]] + [event["time"] for event in self.events(last=1)]
         return RunSummary(
             self.name, state, done, total, reward, eta_s, max(updated, default=None), holder

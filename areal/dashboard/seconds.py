@@ -15,7 +15,7 @@ Each list adds up to the whole: what no cause covers is `other`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from areal.dashboard.reader import RunReader, StepRow
@@ -113,7 +113,8 @@ class TimeByCause:
 
 def time_by_cause(run: RunReader, last: int = 50) -> TimeByCause | None:
     """Of the newest `last` steps; None before the first."""
-    rows = [row for row in run.steps(last=last + 1) if row.step >= 0]
+    read = (replace(row, stats=row.finite) for row in run.steps(last=last + 1))
+    rows = [row for row in read if row.step >= 0]
     before, rows = (rows[0], rows[1:]) if len(rows) > last else (None, rows)
     rows = [row for row in rows if f"{_PREFIX}step" in row.stats]
     if not rows:

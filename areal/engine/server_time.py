@@ -150,7 +150,12 @@ class IntervalUnion:
         return [(max(start, time), end) for start, end in pairs]
 
 
-_CAUSES = ("offloaded", "control", "paused", "busy")  # of two at once the first counts
+_CAUSES: tuple[str, ...] = (
+    "offloaded",
+    "control",
+    "paused",
+    "busy",
+)  # of two at once the first counts
 
 
 class _ServerTime:

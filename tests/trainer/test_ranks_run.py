@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import safetensors.numpy
 from cli_process import Program
 from tiny_run import grpo_config, overrides, query, wait_until
 from trainer.test_offline_runs import config_of, rows_of
@@ -37,7 +38,11 @@ def losses(root: Path, trial: str, *more: str, ratio: bool = False) -> list[dict
     run_experiment(config)
     model = RunPaths.of(config).model
     assert (model / "model.safetensors").is_file() and (model / "tokenizer.json").is_file()
-    rows = query(RunPaths.of(config).root, "SELECT stats FROM steps ORDER BY step")
+    root = RunPaths.of(config).root
+    stored = query(root, "SELECT data FROM samples")
+    shown = [safetensors.numpy.load(data) for (data,) in stored]
+    assert any("entropy" in sample for sample in shown), "training told no entropy"
+    rows = query(root, "SELECT stats FROM steps ORDER BY step")
     keys = ("loss", "grad_norm", "entropy/avg", "advantages/max", "n_tokens", "lr")
     keys += ("tree_token_ratio",) if ratio else ()
     return [{key: json.loads(row)[f"actor/{key}"] for key in keys} for (row,) in rows]
