@@ -127,15 +127,14 @@ def main() -> None:
     from areal.engine.native.runner import Chunk
     from areal.engine.native.scheduler import SlotTable
 
-    if sys.argv[1:] == ["fp8_training"]:
-        compiling.append("fp8_training")
-        compile_fp8_training()
-        return
     for name in sys.argv[1:]:
+        compiling.append(name)
+        if name == "fp8_training":
+            compile_fp8_training()
+            continue
         family, overrides = MODELS[name]
         shape = {"hidden_size": 128, "num_hidden_layers": 1} | overrides
         model = tiny_model(family, **shape).bfloat16()
-        compiling.append(name)
         num_states = None
         if model.args.delta is not None:
             num_states = 8
