@@ -2,8 +2,9 @@
 
 Each recipe of the how-to pages and of the quickstart, and those that learn from several turns or
 from pairs, are trained as they stand there, from the demo's warm start, for fewer steps (LEARNS in
-docs_world.py). The other recipes of the algorithms are in benchmark/algorithms.py, whose committed
-result shows their curves; that they rose is checked here too.
+docs_world.py) and, without the steps for a warm-up, at no more than half of the demo's rate. The
+other recipes of the algorithms are in benchmark/algorithms.py, whose committed result shows their
+curves; that they rose is checked here too.
 """
 
 from __future__ import annotations
