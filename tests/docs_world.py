@@ -38,13 +38,13 @@ CHECK_ONLY = "AREAL_DOCS_CHECK_ONLY"  # set: `areal train` becomes `areal check`
 GRPO = "examples/math/arithmetic_grpo.yaml"
 LEARNS = (  # by test_recipes_learn.py, from the warm start: page, how a command begins, steps
     ("quickstart.md", f"{GRPO} actor.optimizer.lr=5e-4", 24),
-    ("quickstart.md", f"{GRPO} reward_fn=my_rewards.exact_reward_fn", 40),
-    ("howto/reward.md", f"{GRPO} reward_fn=my_rewards.close_reward_fn", 40),
-    ("howto/workflow.md", f"{GRPO} workflow=second_chance.SecondChance", 40),
+    ("quickstart.md", f"{GRPO} reward_fn=my_rewards.exact_reward_fn", 24),
+    ("howto/reward.md", f"{GRPO} reward_fn=my_rewards.close_reward_fn", 32),
+    ("howto/workflow.md", f"{GRPO} workflow=second_chance.SecondChance", 24),
     ("howto/agent.md", f"{GRPO} workflow=counting_agent.CountingAgent", 24),
     ("howto/algorithm.md", f"{GRPO} actor.eps_clip_higher=null", 40),
     ("howto/dataset.md", "tens.yaml", 60),
-    ("algorithms/ppo.md", "examples/multi_turn_math/arithmetic_ppo.yaml", 60),
+    ("algorithms/ppo.md", "examples/multi_turn_math/arithmetic_ppo.yaml", 36),
     ("algorithms/preference.md", "examples/alignment/arithmetic_rw.yaml", 60),
     ("algorithms/preference.md", "examples/alignment/arithmetic_dpo.yaml", 40),
     ("algorithms/preference.md", "examples/alignment/arithmetic_ipo.yaml", 40),

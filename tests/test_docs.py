@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from docs_world import LEARNS, ROOT, World, read_blocks
+from docs_world import LEARNS, ROOT, Block, World, read_blocks
 from sandbox_support import needs_sandbox
 
 DOCS = ROOT / "docs"
@@ -81,6 +81,20 @@ def world(tmp_path, monkeypatch, request):
 def test_page_runs(page, world):
     for block in read_blocks(page):
         world.run(block)
+
+
+@pytest.mark.parametrize(
+    ("command", "code"), [("areal check nowhere.yaml", 2), ("python fails.py", 1)]
+)
+def test_a_command_that_fails_fails_its_page(tmp_path, command, code):
+    (tmp_path / "fails.py").write_text("raise KeyError('here')\n")
+    shown = Block(ROOT / "README.md", 1, "bash", None, command, None, is_script=False)
+    world = World(tmp_path)
+    try:
+        with pytest.raises(AssertionError, match=rf"README.md:1 failed with exit code {code}:"):
+            world.run(shown)
+    finally:
+        world.close()
 
 
 # What the suite does not have, and nothing else: docs/index.md promises it.
