@@ -28,7 +28,9 @@ MARKDOWN := $(wildcard *.md docs examples benchmark docker .github)
 demo: $(VENV)/.installed
 	$(BIN)/areal demo $(ARGS)
 
+# Compiled once, not by each of the suite's processes where PYTHONDONTWRITEBYTECODE is set.
 test: lint docs
+	$(BIN)/python -m compileall -q areal
 	$(BIN)/python -m pytest -n 3 --dist worksteal --durations 60 \
 	-m "not gpu and not multi_gpu and not real_agents and not real_browser and not evaluators"
 
@@ -55,6 +57,7 @@ test-multi-gpu: $(VENV)/.installed-dev
 
 test-vllm: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m slow -rs -k "vllm" tests/engine/remote/test_vllm_remote.py \
+		tests/engine/remote/test_vllm_vision.py \
 		tests/trainer/test_stock_fleet_run.py tests/doctor/test_real_vllm.py
 
 # The variable keeps a notice about MkDocs' own future out of the output.

@@ -5,10 +5,14 @@ loses machines.
     python benchmark/fleet.py --nodes 4 --servers 1 8 --ranks 2 --episodes 2000
 
 Real: Ray with many nodes on this machine (resources are only numbers there), its scheduler of
-areal, servers as children of its workers and their replacement, the client with its router, and
-the rollout side of benchmark/controller.py: executor, gate, ledger, run database. Stand-ins: the
-model (generation_stand_in.py waits in place of it) and training: the first rank tells the servers
-of a new version by its copy of the client, as that of a run does, the others answer and sleep.
+areal, servers in its workers and their replacement, the client with its router, and the rollout
+side of benchmark/controller.py: executor, gate, ledger, run database. Stand-ins: the model
+(generation_stand_in.py waits in place of it, in a thread of its worker) and training: the first
+rank tells the servers of a new version by its copy of the client, as that of a run does, the others
+answer and sleep. All servers start once; the smaller fleets use some of them.
+
+A node takes 0.14 GB and a worker 0.07, so the first line about 11 GB with the controller; each
+takes some three seconds of a core to start, and they start a few at a time.
 
 After the largest fleet was measured, a tenth of the nodes, at least one, is killed at random. The
 run goes on until `--after` more batches are trained; then the ledger must balance: every prompt has
@@ -24,27 +28,31 @@ import argparse
 import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from controller import GROUP_SIZE, Controller, Load
+from fleet_cluster import AT_ONCE, PATIENCE_S, ray_cluster, say
 from fleet_parts import launch_stand_in
 from fleet_ranks import meta_of
 from report import Row, print_table, write_json
 
-from areal.api.scheduler_api import Job, SchedulingSpec
+from areal.api.scheduler_api import Job, SchedulingSpec, Worker
 from areal.api.scratch import ScratchFolder
 from areal.engine.remote.native import NativeRemoteEngine
-from areal.engine.remote.server_process import HostedServer, ServerProcess
+from areal.engine.remote.server_control import ControlClient
+from areal.engine.remote.server_process import Child, HostedServer, ServerProcess
 from areal.utils.fs import raise_file_limit
 from areal.utils.hosted_object import HostedObject
 from areal.utils.stacks import descendants
 
-PATIENCE_S = 900.0
 GROUP_S = 5.0  # how long a group lasts, in the mean
+MEAN_S = Load("", 0, GROUP_S).mean_s
+
+T = TypeVar("T")
 
 
 def main() -> None:
@@ -59,11 +67,13 @@ def main() -> None:
     parser.add_argument("--json", help="also write the report to this file")
     args = parser.parse_args()
     raise_file_limit()
+    per_node = -(-(max(args.servers) + args.ranks) // args.nodes)
     rows = [Row("nodes", args.nodes, "of Ray, on this machine"), Row("ranks", args.ranks, "")]
-    with ray_cluster(args) as cluster:
+    with ray_cluster(args.nodes, per_node) as cluster, ExitStack() as stack:
+        fleet = Fleet(max(args.servers), args.ranks, stack)
         for number in sorted(args.servers):
             is_last = number == max(args.servers)
-            rows += measure(number, args, cluster if is_last else None)
+            rows += measure(number, args, fleet, cluster if is_last else None)
     costs = [row.value for row in rows if row.name.endswith("_cpu")]
     rows.append(Row("flat", costs[-1] / costs[0], "cpu, largest over smallest fleet"))
     rows.append(Row("load_average", os.getloadavg()[0], "of the last minute"))
@@ -72,40 +82,14 @@ def main() -> None:
         write_json(args.json, rows)
 
 
-@contextmanager
-def ray_cluster(args: argparse.Namespace) -> Iterator[Any]:
-    """A head without room for workers, and nodes with room for twice their share of them: what a
-    killed node had finds another place."""
-    os.environ.update(
-        RAY_USAGE_STATS_ENABLED="0",
-        RAY_raylet_start_wait_time_s="600",  # many nodes start on few cores
-        RAY_enable_worker_prestart="0",
-        RAY_prestart_worker_first_driver="0",
-        RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S="0",
-    )
-    import ray
-    from ray.cluster_utils import Cluster
-
-    share = -(-(max(args.servers) + args.ranks) // args.nodes)
-    each = {"object_store_memory": 80 << 20, "include_log_monitor": False}
-    head = {"num_cpus": 0, "include_dashboard": False, "no_monitor": True, **each}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
-    try:
-        for _ in range(args.nodes):
-            cluster.add_node(num_cpus=2 * share, num_gpus=0, wait=False, **each)
-        cluster.wait_for_nodes(timeout=PATIENCE_S)
-        os.environ["RAY_ADDRESS"] = cluster.address
-        yield cluster
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
-
-
-def measure(num_servers: int, args: argparse.Namespace, cluster: Any | None) -> list[Row]:
+def measure(
+    num_servers: int, args: argparse.Namespace, fleet: Fleet, cluster: Any | None
+) -> list[Row]:
     """With a `cluster` some of its nodes are killed in the end."""
     load = Load(f"{num_servers}_servers", args.episodes, GROUP_S)
     with ExitStack() as stack:
-        fleet = Fleet(num_servers, args.ranks, load, stack)
+        say(f"{num_servers} servers")
+        fleet.use(num_servers, stack)
         controller = Controller(load, 0, stack, fleet.engine, fleet.publish)
         controller.train(until=time.monotonic() + 1.2 * load.group_s)
         probe = controller.start_probe()
@@ -166,26 +150,44 @@ def survive(
 
 
 class Fleet:
-    """Servers and ranks in Ray's workers, and the client of the servers."""
+    """Servers and ranks in Ray's workers, and a client of some of the servers.
 
-    def __init__(self, num_servers: int, num_ranks: int, load: Load, stack: ExitStack) -> None:
+    All of them are started once, a few at a time: on one machine the start of a worker costs
+    seconds of a core. Those that no client uses do nothing.
+    """
+
+    engine: NativeRemoteEngine
+
+    def __init__(self, num_servers: int, num_ranks: int, stack: ExitStack) -> None:
         from areal.infra.scheduler.ray import RayScheduler
 
         self._scheduler = RayScheduler(placement="SPREAD")
         stack.callback(self._scheduler.delete_workers)
-        folder = stack.enter_context(ScratchFolder("fleet"))
-        processes = self._start_servers(num_servers, load, stack)
-        addresses = [process.address for process in processes]
+        self._folder = Path(stack.enter_context(ScratchFolder("fleet")))
+        self._servers = self._start_servers(num_servers)
+        for server in self._servers:
+            stack.callback(server.terminate)
+        self._ranks = self._start_ranks(num_ranks)
+
+    def use(self, num_servers: int, stack: ExitStack) -> None:
+        """Make `engine` the client of the first servers."""
+        processes = [server.lend() for server in self._servers[:num_servers]]
+        for process in processes:
+            stack.callback(process.close)
         self.engine = NativeRemoteEngine(
-            addresses,
+            [process.address for process in processes],
             "none",
             processes=processes,
             max_restarts=2 * num_servers,
             setup_timeout_s=PATIENCE_S,
-            address_file=Path(folder) / "servers.json",
+            address_file=self._folder / f"servers{num_servers}.json",
         )
+        for process in processes:  # as new servers: without the weights of the fleet before
+            ControlClient(process.address, "none", timeout_s=PATIENCE_S).post(
+                "/update_weights", version=0
+            )
         self.engine.initialize()
-        self._ranks = self._start_ranks(num_ranks)
+        self._ranks[0].call("use", self.engine)
 
     def publish(self, version: int) -> None:
         """As a trainer does: the first rank sends, the others take part, the owner notes it."""
@@ -195,38 +197,68 @@ class Fleet:
                 rank.start("start")
         self.engine.note_weights(meta_of(version))
 
-    def _start_servers(self, count: int, load: Load, stack: ExitStack) -> list[ServerProcess]:
-        options = {"token": "none", "mean_s": load.mean_s, "setup_timeout_s": PATIENCE_S}
+    def _start_servers(self, count: int) -> list[LentServer]:
+        options = {"token": "none", "mean_s": MEAN_S, "setup_timeout_s": PATIENCE_S}
 
-        def start(worker) -> ServerProcess:
-            hosted = HostedServer(
-                self._scheduler, worker, launch_stand_in, options, setup_timeout_s=PATIENCE_S
+        def start(worker: Worker) -> LentServer:
+            return LentServer(
+                HostedServer(
+                    self._scheduler, worker, launch_stand_in, options, setup_timeout_s=PATIENCE_S
+                )
             )
-            process = ServerProcess(hosted.launch)
-            stack.callback(process.close)
-            return process
 
-        with ThreadPoolExecutor(min(count, 16)) as pool:
-            return list(pool.map(start, self._workers("rollout", count)))
+        return self._start_in_workers("rollout", count, start)
 
     def _start_ranks(self, count: int) -> list[HostedObject]:
-        ranks = [
-            HostedObject(
+        def start(worker: Worker) -> HostedObject:
+            is_first = worker.id == "actor0/0"
+            rank = HostedObject(
                 self._scheduler,
                 worker,
                 "fleet_ranks.Rank",
-                lambda worker, index=index: {"client": None if index else self.engine},
+                # One that is started again sends to the fleet of that time.
+                lambda worker: {"client": getattr(self, "engine", None) if is_first else None},
                 setup_timeout_s=PATIENCE_S,
             )
-            for index, worker in enumerate(self._workers("actor", count))
-        ]
-        with ThreadPoolExecutor(min(count, 16)) as pool:
-            list(pool.map(lambda rank: rank.start("start"), ranks))
-        return ranks
+            rank.start("start")
+            return rank
 
-    def _workers(self, role: str, count: int):
-        self._scheduler.create_workers(Job(role, count, [SchedulingSpec(cpu=1, gpu=0)]))
-        return self._scheduler.get_workers(role, PATIENCE_S)
+        return self._start_in_workers("actor", count, start)
+
+    def _start_in_workers(self, role: str, count: int, start: Callable[[Worker], T]) -> list[T]:
+        made: list[T] = []
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            for number, first in enumerate(range(0, count, AT_ONCE)):
+                some = min(AT_ONCE, count - first)
+                part = f"{role}{number}"
+                self._scheduler.create_workers(Job(part, some, [SchedulingSpec(cpu=1, gpu=0)]))
+                made += pool.map(start, self._scheduler.get_workers(part, PATIENCE_S))
+                say(f"{len(made)} of {count} workers of {role}")
+        return made
+
+
+class Loan:
+    """A running server as a child process that stays when its client ends."""
+
+    def __init__(self, hosted: HostedServer) -> None:
+        self.poll, self.wait = hosted.poll, hosted.wait
+        self.describe_end = hosted.describe_end
+
+    def terminate(self) -> None: ...
+
+
+class LentServer:
+    """A server that outlives the clients it is lent to, one after the other."""
+
+    def __init__(self, hosted: HostedServer) -> None:
+        self._hosted = hosted
+        _, self._address = hosted.launch()
+        self.terminate = hosted.terminate
+
+    def lend(self) -> ServerProcess:
+        """Closing it ends the loan, not the server; one that has ended is started anew."""
+        running: list[tuple[Child, str]] = [(Loan(self._hosted), self._address)]
+        return ServerProcess(lambda: running.pop() if running else self._hosted.launch())
 
 
 if __name__ == "__main__":

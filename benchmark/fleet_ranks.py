@@ -20,6 +20,10 @@ class Rank:
     def start(self) -> bool:
         return True
 
+    def use(self, client: RemoteEngine | None) -> None:
+        """The client of another fleet."""
+        self._client = client
+
     def update_weights(self, version: int) -> bool:
         if self._client is not None:
             self._client.update_weights(meta_of(version))

@@ -13,6 +13,7 @@ Of each kernel that quantizes: TB/s read and written. Needs Hopper.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 
 import torch
@@ -28,10 +29,16 @@ TOKENS = 16384
 _BLOCKS, _ROWS = ScalingType.BlockWise128x128, ScalingType.BlockWise1x128
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", metavar="FILE", help="write the rows")
     args = parser.parse_args()
+    if not (torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)):
+        print(
+            "benchmark/fp8_products.py needs a GPU of the Hopper kind: none was found",
+            file=sys.stderr,
+        )
+        return 1
     dim, hidden = SHAPE["hidden_size"], SHAPE["intermediate_size"]
     linears = {"wq": (dim, dim), "wk": (256, dim), "w1": (hidden, dim), "w2": (dim, hidden)}
     rows: list[Row] = []
@@ -43,6 +50,7 @@ def main() -> None:
     print_table(rows)
     if args.json:
         write_json(args.json, rows)
+    return 0
 
 
 def product_rows(name: str, m: int, n: int, k: int, b_scaling: ScalingType) -> list[Row]:
@@ -136,4 +144,4 @@ def device_seconds(run: Callable[[], object], repeats: int = 10) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

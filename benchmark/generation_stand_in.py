@@ -35,6 +35,7 @@ class StandIn:
         self._num_tokens = num_tokens
         self._order = itertools.count()  # between answers that are due together
         self._due: list[tuple[float, int, asyncio.Queue[list[str]], list[str]]] = []
+        self._has_work = asyncio.Event()
         self._draw = random.Random(0)
         self.set_version(0)
 
@@ -56,6 +57,7 @@ class StandIn:
         for rids in groups.values():
             due = now + max(self._draw.uniform(0, 2 * self._mean_s) for _ in rids)
             heapq.heappush(self._due, (due, next(self._order), finished, rids))
+        self._has_work.set()
         answer = web.StreamResponse(headers={"Content-Type": FRAMES})
         await answer.prepare(http)
         missing = len(groups)
@@ -69,11 +71,14 @@ class StandIn:
 
     async def step_for_ever(self) -> None:
         while True:
+            await self._has_work.wait()  # one that has nothing to do takes no time from others
             await asyncio.sleep(STEP_S)
             now = asyncio.get_running_loop().time()
             while self._due and self._due[0][0] <= now:
                 _, _, finished, rids = heapq.heappop(self._due)
                 finished.put_nowait(rids)
+            if not self._due:
+                self._has_work.clear()
 
     def _frame(self, rid: str) -> bytes:
         size = len(rid)
@@ -90,7 +95,8 @@ class StandIn:
         return web.json_response({"version": self.version})
 
 
-async def serve(stand_in: StandIn) -> None:
+async def listen(stand_in: StandIn) -> int:
+    """The port of loopback that it answers on."""
     app = web.Application(client_max_size=1 << 30)
     app.router.add_post("/generate", stand_in.generate)
     app.router.add_post("/update_weights", stand_in.update_weights)
@@ -99,7 +105,11 @@ async def serve(stand_in: StandIn) -> None:
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0, backlog=4096)
     await site.start()
-    print(json.dumps({"port": runner.addresses[0][1]}), flush=True)
+    return runner.addresses[0][1]
+
+
+async def serve(stand_in: StandIn) -> None:
+    print(json.dumps({"port": await listen(stand_in)}), flush=True)
     await stand_in.step_for_ever()
 
 

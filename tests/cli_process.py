@@ -2,13 +2,14 @@
 
 A process that imported torch and the trainers once is forked for every command; the child then
 runs `areal.cli.main.main`. A `Program` does so as `python -m areal.cli.main` would: `areal train`
-has its second process. `python_m` starts the real thing, for what is read while libraries are
-imported.
+has its second process. `python_file` runs a script in such a child. `python_m` starts the real
+thing, for what is read while libraries are imported.
 """
 
 from __future__ import annotations
 
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -32,12 +33,12 @@ class Ended:
 class Command:
     """One command in a process of its own; `wait` for its end, or `kill` it."""
 
-    _as_program = False
+    _kind = "call"
 
     def __init__(self, argv: list[str], *, cwd: Path, logs: Path, env: dict[str, str]) -> None:
         self._out, self._err = logs / "stdout", logs / "stderr"
         arguments = (argv, str(cwd), str(self._out), str(self._err), {**os.environ, **env})
-        self.process: BaseProcess = FORKS.Process(target=_run, args=(*arguments, self._as_program))
+        self.process: BaseProcess = FORKS.Process(target=_run, args=(*arguments, self._kind))
         self.process.start()
 
     def wait(self, timeout_s: float = 900) -> Ended:
@@ -55,7 +56,7 @@ class Command:
 class Program(Command):
     """With the methods of Popen that tests use."""
 
-    _as_program = True
+    _kind = "program"
 
     def __init__(
         self, *argv: str | Path, cwd: Path | None = None, env: dict[str, str] | None = None
@@ -88,6 +89,17 @@ class Program(Command):
         return ended.out, ended.err
 
 
+class _File(Command):
+    _kind = "file"
+
+
+def python_file(file: str | Path, *arguments: str | Path) -> Ended:
+    """As `python file arguments...` would, but for the time its imports take."""
+    with tempfile.TemporaryDirectory(prefix="areal-file-") as logs:
+        words = [str(word) for word in (file, *arguments)]
+        return _File(words, cwd=Path.cwd(), logs=Path(logs), env={}).wait()
+
+
 def python_m(*argv: str, cwd: Path, timeout_s: float = 900) -> Ended:
     done = subprocess.run(
         [sys.executable, "-m", "areal.cli.main", *argv],
@@ -99,9 +111,7 @@ def python_m(*argv: str, cwd: Path, timeout_s: float = 900) -> Ended:
     return Ended(done.returncode, done.stdout, done.stderr)
 
 
-def _run(
-    argv: list[str], cwd: str, out: str, err: str, env: dict[str, str], as_program: bool
-) -> None:
+def _run(argv: list[str], cwd: str, out: str, err: str, env: dict[str, str], kind: str) -> None:
     for descriptor, path in ((1, out), (2, err)):
         # Appended: several processes of one program write there.
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
@@ -110,7 +120,12 @@ def _run(
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
+    if kind == "file":
+        sys.argv = argv
+        sys.path.insert(0, str(Path(argv[0]).absolute().parent))
+        runpy.run_path(argv[0], run_name="__main__")
+        return
     from areal.cli.main import main
 
     sys.argv = ["areal", *argv]
-    sys.exit(main(None if as_program else argv))
+    sys.exit(main(None if kind == "program" else argv))

@@ -5,9 +5,11 @@
         world.run(block)               # writes titled files, runs bash, executes Python
 
 A block with `title="name"` is written to that file. Training is real but small: the `areal` and
-`python` of that folder are this file, which adds overrides (few steps, few short samples) to any
-command that trains from a YAML file. `make` is a dry run: the target must exist. Only these are not
-run: `git clone`, `pip install`, and a block under a comment `not run: REASON`.
+`python` of that folder call `run_program`, which adds overrides (few steps, few short samples) to
+any command that trains from a YAML file. It runs in a process forked from one that has imported
+torch; servers, launchers and `python -c` are started from nothing. `make` is a dry run: the target
+must exist. Only these are not run: `git clone`, `pip install`, and a block under a comment `not
+run: REASON`.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import ctypes
 import importlib
 import os
 import re
+import runpy
 import shutil
 import signal
 import socket
@@ -28,9 +31,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
+from docs_programs import Programs
 
 ROOT = Path(__file__).resolve().parents[1]
 CHECK_ONLY = "AREAL_DOCS_CHECK_ONLY"  # set: `areal train` becomes `areal check`
+GRPO = "examples/math/arithmetic_grpo.yaml"
+LEARNS = (  # by test_recipes_learn.py, from the warm start: page, how a command begins, steps
+    ("quickstart.md", f"{GRPO} actor.optimizer.lr=5e-4", 24),
+    ("quickstart.md", f"{GRPO} reward_fn=my_rewards.exact_reward_fn", 24),
+    ("howto/reward.md", f"{GRPO} reward_fn=my_rewards.close_reward_fn", 32),
+    ("howto/workflow.md", f"{GRPO} workflow=second_chance.SecondChance", 24),
+    ("howto/agent.md", f"{GRPO} workflow=counting_agent.CountingAgent", 24),
+    ("howto/algorithm.md", f"{GRPO} actor.eps_clip_higher=null", 40),
+    ("howto/dataset.md", "tens.yaml", 60),
+    ("algorithms/ppo.md", "examples/multi_turn_math/arithmetic_ppo.yaml", 36),
+    ("algorithms/preference.md", "examples/alignment/arithmetic_rw.yaml", 60),
+    ("algorithms/preference.md", "examples/alignment/arithmetic_dpo.yaml", 40),
+    ("algorithms/preference.md", "examples/alignment/arithmetic_ipo.yaml", 40),
+)
 FENCE = re.compile(r"^```(\w*)[^\S\n]*(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NOT_RUN = re.compile(r"<!-- not run: (.+?) -->\s*\Z")
 SNIPPET = re.compile(r'^--8<-- "(.+)"$', re.MULTILINE)  # MkDocs puts the file there
@@ -102,7 +120,12 @@ class World:
         self.folder = folder
         self._module = types.ModuleType("docs_page")
         sys.modules["docs_page"] = self._module
-        self._env = {**os.environ, **({CHECK_ONLY: "1"} if check_only else {})}
+        self._programs = Programs(run_program)
+        self._env = {
+            **os.environ,
+            **self._programs.env,
+            **({CHECK_ONLY: "1"} if check_only else {}),
+        }
         self._shell: subprocess.Popen[str] | None = None
         self._port = str(_free_port())
         shutil.copytree(ROOT / "examples", folder / "examples")
@@ -173,6 +196,7 @@ class World:
 
     def close(self) -> None:
         sys.modules.pop("docs_page", None)
+        self._programs.close()
         if self._shell is not None:
             self._kill()
             self._shell.stdin.close()
@@ -204,13 +228,16 @@ def _make_programs(folder: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "activate").write_text("# the world is active already\n")
     # By their whole paths: these programs come first on PATH and must not find themselves.
-    commands = {
-        "areal": f'"{sys.executable}" "{__file__}" areal',
-        "python": f'"{sys.executable}" "{__file__}" python',
-        "make": f'"{shutil.which("make")}" --directory "{ROOT}" --dry-run',
+    python = f'"{sys.executable}"'
+    forked = f'exec {python} -I -S "{ROOT}/tests/docs_client.py"'
+    here = f'exec {python} "{__file__}" areal'
+    programs = {
+        "areal": f'case "$1" in serve | launch) {here} "$@" ;; *) {forked} areal "$@" ;; esac',
+        "python": f'case "$1" in *.py) {forked} python "$@" ;; *) exec {python} "$@" ;; esac',
+        "make": f'exec "{shutil.which("make")}" --directory "{ROOT}" --dry-run "$@"',
     }
-    for name, command in commands.items():
-        (folder / name).write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+    for name, script in programs.items():
+        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
         (folder / name).chmod(0o755)
 
 
@@ -227,7 +254,8 @@ def small_overrides(tree: dict) -> list[str]:
     return overrides
 
 
-def _main(argv: list[str]) -> int:
+def run_program(argv: list[str]) -> int:
+    """`areal ...` or `python file.py ...`, in this process."""
     program, *args = argv
     _end_with_parent()
     trains = (
@@ -237,14 +265,17 @@ def _main(argv: list[str]) -> int:
     if args[:1] == ["demo"]:
         recipe = str(ROOT / "examples" / "math" / "arithmetic_grpo.yaml")
     if trains and recipe is not None:
-        if os.environ.get(CHECK_ONLY):
+        if os.environ.get(CHECK_ONLY) and args[:1] != ["demo"]:
             return _areal(["check", *args[1:]])
         args += small_overrides(yaml.safe_load(Path(recipe).read_text(encoding="utf-8")))
     if program == "areal":
         return _areal(args)
     if LOOP in args:
         args += ["--steps", "2", "--prompts", "4", "--samples", "2"]
-    os.execv(sys.executable, [sys.executable, *args])
+    sys.argv = args
+    sys.path.insert(0, str(Path(args[0]).absolute().parent))
+    runpy.run_path(args[0], run_name="__main__")
+    return 0
 
 
 def _end_with_parent() -> None:
@@ -259,4 +290,4 @@ def _areal(args: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(_main(sys.argv[1:]))
+    sys.exit(run_program(sys.argv[1:]))

@@ -15,6 +15,9 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     [
         "areal.trainer.experiment",
+        "areal.agents.router",
+        "areal.agents.workflow",
+        "areal.engine.train.archon",
         "areal.engine.native.server",
         "areal.engine.native.local_engine",
         "omegaconf",

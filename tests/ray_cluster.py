@@ -19,8 +19,6 @@ def ray_cluster() -> Iterator:
         # Processes that Ray starts ahead have no environment of ours, so none of them is ever used.
         patch.setenv("RAY_enable_worker_prestart", "0")
         patch.setenv("RAY_prestart_worker_first_driver", "0")
-        # No worker is killed because others use the memory of this machine.
-        patch.setenv("RAY_memory_monitor_refresh_ms", "0")
         patch.setenv("RAY_ADDRESS", "")  # put back afterwards: `areal launch ray` sets it
         patch.delenv("RAY_ADDRESS")
         cluster = Cluster()

@@ -40,6 +40,8 @@ PYTHON_ATTACKS = {
     ),
     "raw socket": _try("import socket\nsocket.socket(socket.AF_PACKET, socket.SOCK_RAW)"),
     "netlink": _try("import socket\nsocket.socket(socket.AF_NETLINK, socket.SOCK_RAW)"),
+    "virtual machine socket": _try("import socket\nsocket.socket(40, socket.SOCK_STREAM)"),
+    "socket of the kernel's ciphers": _try("import socket\nsocket.socket(38, 5)"),
     # secrets
     "variables": _call("any('sesame' in value for value in os.environ.values())"),
     "variables of others": (
@@ -71,6 +73,24 @@ PYTHON_ATTACKS = {
     "kill everybody": _try("import os\nos.kill(-1, 9)"),
     "kill the parent": _try("import os\nos.kill(HOST_PID, 9)"),
     "see the parent": _try("import os\nos.stat('/proc/HOST_PID/status')"),
+    "every signal to process 1": (
+        "import os\nfor number in range(1, 65):\n"
+        "    try:\n        os.kill(1, number)\n        print('PWNED', number)\n"
+        "    except OSError:\n        pass"
+    ),
+    "who serves the call": (
+        "import os\nparent = os.getppid()\nfor target in (parent, -os.getpgid(parent)):\n"
+        "    try:\n        os.kill(target, 9)\n        print('PWNED', target)\n"
+        "    except OSError as error:\n        print(error)"
+    ),
+    "limits of who serves the call": _try(
+        "import os, resource\nresource.prlimit(os.getppid(), resource.RLIMIT_NOFILE, (1, 1))"
+    ),
+    "memory of who serves the call": _try("import os\nopen(f'/proc/{os.getppid()}/mem', 'r+b')"),
+    "descriptors of who serves the call": _try("import os\nos.listdir(f'/proc/{os.getppid()}/fd')"),
+    "files that others open": _call(
+        "(fd := libc.inotify_init1(0)) >= 0 and libc.inotify_add_watch(fd, b'/usr', 0xFFF) >= 0"
+    ),
     "priority of process 1": _try("import os\nos.setpriority(os.PRIO_PROCESS, 1, 5)"),
     # rights
     "setuid": _try("import os\nos.setuid(0)"),
@@ -90,6 +110,23 @@ PYTHON_ATTACKS = {
     "bpf": _call(f"libc.syscall(280 if {_ARM} else 321, 0, None, 0) >= 0"),
     "io_uring": _call("libc.syscall(425, 1, ctypes.create_string_buffer(256)) >= 0"),
     "shared memory": _call("libc.shmget(0, 4096, 0o1600) >= 0"),
+    "memory file": _try("import os\nos.memfd_create('x')"),
+    "page faults of others": _call(f"libc.syscall(282 if {_ARM} else 323, 0) >= 0"),
+    "kernel log": _call("libc.klogctl(3, ctypes.create_string_buffer(4096), 4096) > 0"),
+    "speed of the clock": _call("libc.adjtimex(ctypes.create_string_buffer(b'\\x01', 256)) >= 0"),
+    "real time": _try("import os\nos.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))"),
+    "capability of a file": _try(
+        "import os\nopen('c', 'w')\n"
+        "os.setxattr('c', 'security.capability', bytes([1, 0, 0, 2] + [0] * 16))"
+    ),
+    "core of a crash": (
+        "import resource\n"
+        "print('no' if resource.getrlimit(resource.RLIMIT_CORE) == (1, 1) else 'PWNED')"
+    ),
+    "memory of the zero device": _try(
+        "import mmap, os\nm = mmap.mmap(os.open('/dev/zero', os.O_RDWR), 1 << 27)\n"
+        "for i in range(0, 1 << 27, 4096):\n    m[i] = 1"
+    ),
     "clock": _try("import time\ntime.clock_settime(time.CLOCK_REALTIME, 0)"),
     "host name": _try("import socket\nsocket.sethostname('mine')"),
     "kernel setting": _try("open('/proc/sys/kernel/hostname', 'w').write('mine')"),
@@ -131,6 +168,20 @@ GREEDY = {
     "memory of many": (
         "import os, time\nfor _ in range(8):\n    if os.fork() == 0:\n        break\n"
         "x = bytearray(60 << 20)\ntime.sleep(9)",
+        "memory_mb",
+    ),
+    "page tables": (
+        "import mmap\nm = mmap.mmap(-1, 1 << 40, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)\n"
+        "sum(m[i] for i in range(0, 1 << 40, 2 << 20))\nprint('PWNED')",
+        "memory_mb",
+    ),
+    "socket buffers": (
+        "import os, socket, time\nos.fork()\nkept = []\nwhile len(kept) < 120:\n"
+        "    kept.append(socket.socketpair())\n    for one in kept[-1]:\n"
+        "        one.setblocking(False)\n"
+        "        one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 24)\n"
+        "        try:\n            while True:\n                one.send(bytes(1 << 16))\n"
+        "        except BlockingIOError:\n            pass\ntime.sleep(99)",
         "memory_mb",
     ),
     "disk": (

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors import safe_open
 from tiny_run import grpo_config, query
@@ -23,6 +24,8 @@ from tiny_run import grpo_config, query
 from areal.api.alloc_mode import ModelAllocation
 from areal.api.config.inference import GenerationHyperparameters
 from areal.api.io_struct import ModelRequest, ModelResponse
+from areal.dashboard.reader import RunReader
+from areal.dashboard.seconds import time_by_cause
 from areal.engine.native.local_engine import NativeLocalEngine
 from areal.engine.remote.engine import RemoteEngine
 from areal.engine.remote.server_control import ControlClient
@@ -361,6 +364,7 @@ def check_grpo_run(root: Path, *overrides: str) -> None:
     with RunDatabase(paths.database) as database:
         balance = Ledger(database).balance()
     assert balance["trained"] == balance["total"] == 4 * 8
+    _check_time(paths.root)
     rows = query(paths.root, "SELECT step, data FROM tasks JOIN trajectories USING (task_id)")
     trained = [(step, decode(data)) for step, data in rows]
     versions = set()
@@ -376,6 +380,16 @@ def check_grpo_run(root: Path, *overrides: str) -> None:
             folder = root / f"merged{version}"
             merge_adapter(saved[0], Path(config.actor.path), folder)
         _check_trained(folder, version, [trajectory for _, trajectory in trained])
+
+
+def _check_time(root: Path) -> None:
+    """Of servers that do not measure themselves: the run did."""
+    with RunReader(root) as reader:
+        found, last = time_by_cause(reader), reader.steps(last=1)[-1]
+    assert found is not None
+    busy = next(share for share in found.servers if share.cause == "requests in flight")
+    assert busy.seconds > 0 and last.stats["server/control_s"] > 0
+    assert sum(share.share for share in found.servers) == pytest.approx(1)
 
 
 def _check_trained(folder: Path, version: int, trajectories: list) -> None:

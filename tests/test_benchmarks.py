@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from cli_process import python_file
 
 from areal.cli.demo import make_model
 
@@ -16,8 +16,8 @@ KEYS = {"rows", "machine", "date", "commit"}
 
 
 def run(script: str, *arguments: str | Path) -> None:
-    command = [sys.executable, BENCHMARKS / script, *arguments]
-    subprocess.run(command, check=True, timeout=600)
+    ended = python_file(BENCHMARKS / script, *arguments)
+    assert ended.code == 0, ended.err[-3000:]
 
 
 @pytest.mark.slow
@@ -58,11 +58,10 @@ def test_algorithms_keeps_what_is_done_and_draws_it_again(tmp_path):
 
     def measure(model: Path) -> tuple[int, dict]:
         options = ("--model", model, *small, "--json", report)
-        command = [sys.executable, BENCHMARKS / "algorithms.py", *options]
-        done = subprocess.run(command, check=False, timeout=900)
+        ended = python_file(BENCHMARKS / "algorithms.py", *options)
         written = json.loads(report.read_text())
         assert written.keys() == KEYS | {"steps", "curves", "errors"}
-        return done.returncode, written
+        return ended.code, written
 
     missing, model = tmp_path / "missing", tmp_path / "model"
     code, written = measure(missing)
@@ -207,6 +206,5 @@ def test_peers_says_where_trl_is_missing(tmp_path):
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
     bare.chmod(0o755)
     for python, message in ((tmp_path / "none", "No such file"), (bare, "has no TRL: install trl")):
-        command = [sys.executable, BENCHMARKS / "peers.py", "--trl-python", python]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=900)
-        assert done.returncode == 2 and message in done.stderr
+        ended = python_file(BENCHMARKS / "peers.py", "--trl-python", python)
+        assert ended.code == 2 and message in ended.err

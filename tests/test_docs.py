@@ -1,9 +1,10 @@
 """What the documentation says is true: its commands run, its code works, its keys and paths exist.
 
 Every English page of docs/ and README.md is a story, run block by block in a folder of its own (see
-docs_world.py). On the pages of algorithms and of examples `areal train` is replaced by `areal
-check`, because `pytest -m examples` trains each of their recipes. YAML blocks are loaded: a block
-with a `trainer` key as it stands, any other laid over the arithmetic GRPO recipe.
+docs_world.py). `areal train` is replaced by `areal check` where another test trains: on the pages
+of algorithms and of examples, whose recipes `pytest -m examples` runs, and where
+test_recipes_learn.py has every command. YAML blocks are loaded: a block with a `trainer` key as it
+stands, any other laid over the arithmetic GRPO recipe.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from docs_world import ROOT, World, read_blocks
+from docs_world import LEARNS, ROOT, Block, World, read_blocks
 from sandbox_support import needs_sandbox
 
 DOCS = ROOT / "docs"
@@ -27,6 +28,8 @@ PAGES = [
     ROOT / "README.md",
     *sorted(p for p in DOCS.rglob("*.md") if not {REFERENCE, ZH} & set(p.parents)),
 ]
+QUICKSTART = DOCS / "quickstart.md"  # `areal demo` trains, whatever the rest does
+READS_ITS_RUN = DOCS / "howto" / "agent.md"  # by `areal export`
 SECTIONS = (
     "actor|critic|ref|teacher|rollout|native|vllm|sglang|gconfig|recover|saver|evaluator|cluster"
 )
@@ -44,15 +47,21 @@ def stories() -> list:
     for page in PAGES:
         blocks = [b for b in read_blocks(page) if b.language in ("bash", "python")]
         if blocks:
-            slow = any(b.trains and b.not_run is None for b in blocks) and not is_recipe_page(page)
-            marks = [pytest.mark.slow] if slow else []
+            slow = any(b.trains and b.not_run is None for b in blocks) and not is_checked(page)
+            marks = [pytest.mark.slow] if slow or page == QUICKSTART else []
             marks += [needs_sandbox] if page.name == "sandbox.md" else []
             params.append(pytest.param(page, id=page_id(page), marks=marks))
     return params
 
 
-def is_recipe_page(page: Path) -> bool:
-    return page.parent.name in ("algorithms", "examples")
+def is_checked(page: Path) -> bool:
+    """Whether other tests train its recipes, and nothing on the page reads a run of them."""
+    if page.parent.name in ("algorithms", "examples"):
+        return True
+    text = "\n".join(block.text for block in read_blocks(page) if block.not_run is None)
+    commands = re.findall(r"^areal train (.+)$", text.replace("\\\n    ", ""), re.MULTILINE)
+    learns = tuple(command for _, command, _ in LEARNS)
+    return bool(commands) and all(c.startswith(learns) for c in commands) and page != READS_ITS_RUN
 
 
 @pytest.fixture
@@ -60,7 +69,7 @@ def world(tmp_path, monkeypatch, request):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     known = set(sys.modules)
-    world = World(tmp_path, check_only=is_recipe_page(request.node.callspec.params["page"]))
+    world = World(tmp_path, check_only=is_checked(request.node.callspec.params["page"]))
     yield world
     world.close()
     for name in set(sys.modules) - known:  # modules a page defined must not leak into another's
@@ -72,6 +81,20 @@ def world(tmp_path, monkeypatch, request):
 def test_page_runs(page, world):
     for block in read_blocks(page):
         world.run(block)
+
+
+@pytest.mark.parametrize(
+    ("command", "code"), [("areal check nowhere.yaml", 2), ("python fails.py", 1)]
+)
+def test_a_command_that_fails_fails_its_page(tmp_path, command, code):
+    (tmp_path / "fails.py").write_text("raise KeyError('here')\n")
+    shown = Block(ROOT / "README.md", 1, "bash", None, command, None, is_script=False)
+    world = World(tmp_path)
+    try:
+        with pytest.raises(AssertionError, match=rf"README.md:1 failed with exit code {code}:"):
+            world.run(shown)
+    finally:
+        world.close()
 
 
 # What the suite does not have, and nothing else: docs/index.md promises it.

@@ -85,12 +85,12 @@ SAMPLES = {  # data set of a hub, or made by a script -> what stands for it here
     "openai/gsm8k": ("gsm8k_sample", "gsm8k"),
     "runs/smollm2/data": ("chain_sum_sample", "examples.smollm2.chain_sum.load"),
 }
-ONLINE = EXAMPLES / "agents" / "online_grpo.yaml"  # waits for its client
+ONLINE = sorted(EXAMPLES.glob("agents/online_*.yaml"))  # wait for their client
 NEED_SANDBOX = ("terminal", "tir")
 RUN_ALONE = [
     pytest.param(one, marks=[needs_sandbox] if one.parent.name in NEED_SANDBOX else [])
     for one in RECIPES
-    if one != ONLINE
+    if one not in ONLINE
 ]
 ADMIN_KEY = "a-secret-for-the-tests"
 STEPS = 2
@@ -160,8 +160,9 @@ def test_the_recipe_runs(recipe, model_folder, tmp_path, monkeypatch):
     assert_trained(config)
 
 
-def test_the_run_trains_on_episodes_from_outside(tiny_folder, tmp_path):
-    small = small_overrides(load_config([str(ONLINE)]), tiny_folder, tmp_path)
+@pytest.mark.parametrize("recipe", ONLINE, ids=name_of)
+def test_the_run_trains_on_episodes_from_outside(recipe, tiny_folder, tmp_path):
+    small = small_overrides(load_config([str(recipe)]), tiny_folder, tmp_path)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -171,7 +172,7 @@ def test_the_run_trains_on_episodes_from_outside(tiny_folder, tmp_path):
         "AREAL_ADMIN_API_KEY": ADMIN_KEY,
         "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
     }
-    train = [sys.executable, "-m", "areal.cli.main", "train", str(ONLINE), *small]
+    train = [sys.executable, "-m", "areal.cli.main", "train", str(recipe), *small]
     # Shares of digits differ from the first step; random weights never find a right answer.
     client = [sys.executable, "-c", DIGIT_CLIENT, f"http://127.0.0.1:{port}"]
     with subprocess.Popen(client, env=env, cwd=ROOT, stdout=subprocess.PIPE, text=True) as outside:
@@ -181,7 +182,7 @@ def test_the_run_trains_on_episodes_from_outside(tiny_folder, tmp_path):
             printed, _ = outside.communicate(timeout=900)
         finally:
             outside.kill()
-    config = load_config([str(ONLINE), *small])
+    config = load_config([str(recipe), *small])
     assert_trained(config)
     assert int(printed.split()[0]) >= STEPS * 4 * config.gconfig.n_samples
 
@@ -189,12 +190,10 @@ def test_the_run_trains_on_episodes_from_outside(tiny_folder, tmp_path):
 DIGIT_CLIENT = """
 import sys
 from examples.agents import online_client
+def digits(prompt, completion, *ids, **row):
+    return sum(letter.isdigit() for letter in completion) / max(len(completion), 1)
 def play(session):
-    where = {name: session[name] for name in ("base_url", "api_key")}
-    client = online_client.CLIENT.with_options(**where)
-    reply = client.chat.completions.create(model="policy", messages=session["data"]["messages"])
-    text = reply.choices[0].message.content or ""
-    return sum(letter.isdigit() for letter in text) / max(len(text), 1)
+    return online_client.play(session, digits)
 print(online_client.main(sys.argv[1], play), "episodes")
 """
 

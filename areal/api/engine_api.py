@@ -177,6 +177,15 @@ class InferenceEngine(ABC):
         """Add the counts of a copy in another process; no-op for an engine without counters."""
         del counts
 
+    def take_in_flight(self) -> dict[str, list[tuple[float, float]]]:
+        """Server -> (start, end) of the times in which a copy in another process had requests
+        there, since the last call, for `add_in_flight`; empty if servers measure their time."""
+        return {}
+
+    def add_in_flight(self, intervals: Mapping[str, list[tuple[float, float]]]) -> None:
+        """Add the times of a copy in another process."""
+        del intervals
+
     def expect_weights(self, version: int) -> None:
         """Weights of this version are about to be sent, by any sender: from now on replies may
         carry it, and none newer. No-op for an engine that counts versions itself."""

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from areal.utils.import_path import Call
 
 _HUB_DEADLINE_S = 5.0
+_ONLINE = ""  # in place of a workflow: clients run the episodes
 _MEMORY_TOLERANCE = 1.05  # predictions are this exact; what may fit is not refused
 
 
@@ -89,6 +90,7 @@ def check_environment(
             find_interpreter(config.rollout.engine, server.python)
         if config.workflow in WORKFLOWS and tokenizer is not None:
             check_chat_template(config.tokenizer_path, tokenizer)
+        _check_agents_see(config, found["actor"])
         _check_address(config.rollout.agent.host, config.rollout.agent.port)
     check_fileroot("cluster.fileroot", config.cluster.fileroot)
     return found
@@ -114,10 +116,10 @@ def check_memory(
     hf_configs = {
         role: read_hf_config(place.folder) if place.folder is not None else place.config
         for role, place in found.items()
-        if role in config.models()
+        if role in config.all_models()
     }
     known = {role: config_json for role, config_json in hf_configs.items() if config_json}
-    if set(known) != set(config.models()):
+    if set(known) != set(config.all_models()):
         return
     profile = load_device(name)
     # On a machine with one GPU, all share it.
@@ -252,25 +254,52 @@ def _check_import_paths(config: PPOConfig) -> None:
 
 def _check_images(config: PPOConfig) -> None:
     """Of shipped workflows, one reads images. Rows of other loaders are checked when loaded."""
-    from areal.dataset import IMAGE_DATASETS, loader_name
     from areal.engine.train.fit import VISION_WORKFLOWS
     from areal.workflow import WORKFLOWS
     from areal.workflow.resolve import image_refusal
 
     texts = {*WORKFLOWS, *WORKFLOWS.values()} - VISION_WORKFLOWS
+    if "data_extract_prompt_fn" in config.workflow_kwargs:
+        return
+    for section, (dataset, workflow) in _image_rows(config).items():
+        if workflow in texts:
+            raise ValueError(image_refusal(section, dataset, workflow))
+
+
+def _check_agents_see(config: PPOConfig, model: Found) -> None:
+    """Agents of a model that reads text get no rows with images."""
+    from areal.cli.static_import import is_agent
+    from areal.models import vision_args
+    from areal.utils.model_files import read_hf_config
+    from areal.workflow import WORKFLOWS
+    from areal.workflow.resolve import agent_image_refusal
+
+    hf_config = model.config if model.folder is None else read_hf_config(model.folder)
+    if hf_config is None or vision_args(hf_config) is not None:
+        return
+    for section, (dataset, workflow) in _image_rows(config).items():
+        if workflow == _ONLINE or (workflow not in WORKFLOWS and is_agent(workflow)):
+            raise ValueError(agent_image_refusal(section, dataset, config.actor.path))
+
+
+def _image_rows(config: PPOConfig) -> dict[str, tuple[DatasetConfig, str]]:
+    """Sections of data sets that are known to have images, and the workflow that gets them."""
+    from areal.dataset import IMAGE_DATASETS, loader_name
+
+    online = config.rollout.agent.mode == "online"
     workflows = {
-        "train_dataset": config.workflow if config.rollout.agent.mode != "online" else "",
+        "train_dataset": _ONLINE if online else config.workflow,
         "valid_dataset": config.eval_workflow or config.workflow,
     }
+    found: dict[str, tuple[DatasetConfig, str]] = {}
     for section, workflow in workflows.items():
         dataset = getattr(config, section)
         if dataset is None or dataset.prompt is not None:
             continue
-        if "data_extract_prompt_fn" in config.workflow_kwargs:
-            continue
         loader = dataset.dataset_kwargs.get("loader") or loader_name(dataset.path)
-        if loader in IMAGE_DATASETS and workflow in texts:
-            raise ValueError(image_refusal(section, dataset, workflow))
+        if loader in IMAGE_DATASETS:
+            found[section] = dataset, workflow
+    return found
 
 
 def _check_name(key: str, name: str, known: Iterable[str], call: Call | None = None) -> None:

@@ -66,20 +66,29 @@ def static_signature(path: str) -> inspect.Signature | None:
 def has_blocking_run(path: str) -> bool:
     """Whether `path` is a class whose `run` is a plain function that uses no coroutine of the
     class. False if the source is not enough."""
-    found = find_definition(path)
-    if not isinstance(found, ast.ClassDef):
-        return False
-    methods = {
-        node.name: node
-        for node in found.body
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    }
+    methods = _methods(path)
     coroutines = {name for name, node in methods.items() if isinstance(node, ast.AsyncFunctionDef)}
     run = methods.get("run")
     if "arun_episode" in methods or not isinstance(run, ast.FunctionDef):
         return False
     called = {node.attr for node in ast.walk(run) if isinstance(node, ast.Attribute)}
     return not called & coroutines
+
+
+def is_agent(path: str) -> bool:
+    """Whether `path` is a class with `run` of its own, and no workflow. False if the source is not
+    enough."""
+    methods = _methods(path)
+    return "run" in methods and "arun_episode" not in methods
+
+
+def _methods(path: str) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Of the class at `path`, without those of its bases; empty if it is none."""
+    found = find_definition(path)
+    if not isinstance(found, ast.ClassDef):
+        return {}
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return {node.name: node for node in found.body if isinstance(node, kinds)}
 
 
 class _Given:

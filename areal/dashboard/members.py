@@ -9,13 +9,14 @@ files that a killed one left behind by the time of the newest sign.
 
 from __future__ import annotations
 
-import math
+import sys
 import time
 from typing import Any
 
 from areal.dashboard.reader import RunReader
 from areal.run.mailbox import SILENCE_S, RunSilentError, last_sign, read_state
 
+_LARGEST = sys.float_info.max  # a page reads numbers as doubles
 _LOAD = ("version", "running", "waiting")
 
 
@@ -66,4 +67,4 @@ def _mapping(found: Any) -> dict[str, Any]:
 
 def _number(found: Any) -> float | None:
     is_number = isinstance(found, int | float) and not isinstance(found, bool)
-    return found if is_number and math.isfinite(found) else None
+    return found if is_number and abs(found) <= _LARGEST else None  # NaN is not

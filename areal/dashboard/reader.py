@@ -15,8 +15,10 @@ one. `UnreadableRunError` names the file and what to do; SQLite's own errors do 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sqlite3
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,6 +44,11 @@ class StepRow:
     step: int  # -1 is before the first
     time: float  # of its end, in Unix seconds
     stats: dict[str, float]
+
+    @property
+    def finite(self) -> dict[str, float]:
+        """Those statistics that one can add up."""
+        return {key: value for key, value in self.stats.items() if math.isfinite(value)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +115,11 @@ class RunReader:
         done = rows[-1].step + 1 if rows else 0
         total = self.total_steps()
         state = "running" if holder else "finished" if self._has_finished() else "stopped"
-        times = [row.stats["timeperf/step"] for row in rows if "timeperf/step" in row.stats]
+        times = [row.finite["timeperf/step"] for row in rows if "timeperf/step" in row.finite]
         eta_s = None
         if state == "running" and total is not None and times:
             eta_s = (total - done) * sum(times) / len(times)
-        reward = rows[-1].stats.get("rollout/reward") if rows else None
+        reward = rows[-1].finite.get("rollout/reward") if rows else None
         updated = [row.time for row in rows[-1:]] + [event["time"] for event in self.events(last=1)]
         return RunSummary(
             self.name, state, done, total, reward, eta_s, max(updated, default=None), holder
@@ -137,11 +144,22 @@ class RunReader:
             sql += " LIMIT ?"
             values.append(last)
         rows = self.query(sql, tuple(values))
-        return [StepRow(row["step"], row["time"], self._stats(row)) for row in reversed(rows)]
+        return [self._step(row) for row in reversed(rows)]
 
     def step(self, number: int) -> StepRow | None:
         rows = self.query("SELECT step, time, stats FROM steps WHERE step = ?", (number,))
-        return StepRow(number, rows[0]["time"], self._stats(rows[0])) if rows else None
+        return self._step(rows[0]) if rows else None
+
+    def _step(self, row: sqlite3.Row) -> StepRow:
+        return StepRow(row["step"], self._time(row["time"]), self._stats(row))
+
+    def _time(self, found: Any) -> float:
+        if not _is_number(found) or not math.isfinite(found):
+            raise self._damaged(f"a time is {found!r:.60}, expected Unix seconds")
+        return found
+
+    def _damaged(self, what: str) -> UnreadableRunError:
+        return UnreadableRunError(f"{self.paths.database}: {what}: restore a copy of the file")
 
     def _stats(self, row: sqlite3.Row) -> dict[str, float]:
         try:
@@ -151,10 +169,11 @@ class RunReader:
         else:
             found = f"are a {type(stats).__name__}, expected an object"
         if not isinstance(stats, dict):
-            raise UnreadableRunError(
-                f"{self.paths.database}: the statistics of step {row['step']} {found}: restore a "
-                "copy of the file"
-            )
+            raise self._damaged(f"the statistics of step {row['step']} {found}")
+        for name, value in stats.items():
+            if not _is_number(value):
+                what = f"{name[:60]!r} of step {row['step']} is {value!r:.60}, expected a number"
+                raise self._damaged(what)
         return stats
 
     def counts(self) -> dict[str, int]:
@@ -201,7 +220,7 @@ class RunReader:
         if self.is_empty:
             return []
         rows = self.query("SELECT time, kind, text FROM events ORDER BY id DESC LIMIT ?", (last,))
-        return [dict(row) for row in reversed(rows)]
+        return [{**dict(row), "time": self._time(row["time"])} for row in reversed(rows)]
 
     def config_text(self) -> str:
         """YAML of the newest start; empty before the first."""
@@ -241,7 +260,10 @@ class RunReader:
         if isinstance(num_seqs := config.get("total_train_n_seqs"), int):
             bounds.append(num_seqs // batch_size)
         bound = min((one for one in bounds if isinstance(one, int)), default=None)
-        return FinetuneSpec(epochs, starts[0]["dataset_size"], batch_size, bound).total_train_steps
+        num_rows = starts[0]["dataset_size"]
+        if not isinstance(num_rows, int):
+            raise self._damaged(f"the data set of a start has {num_rows!r:.60} rows")
+        return FinetuneSpec(epochs, num_rows, batch_size, bound).total_train_steps
 
     def _has_finished(self) -> bool:
         marks = ", ".join("?" * len(_LIFECYCLE))
@@ -302,3 +324,10 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def _is_number(value: Any) -> bool:
+    """That a float can hold: also NaN and infinity, as a run may have computed them."""
+    if isinstance(value, int):
+        return abs(value) <= sys.float_info.max and not isinstance(value, bool)
+    return isinstance(value, float)

@@ -10,7 +10,7 @@ Two places hold them: the table `samples` (some of every step, kept for ever) an
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -33,9 +33,10 @@ _STRIPS = {
     "entropy": "entropy",
 }
 NO_ENTROPY = (
-    "entropy was not computed: training skipped this sample, whose advantages are 0, or ran in "
-    "other processes; the pass of actor.use_decoupled_loss before training has every sample"
+    "entropy was not computed: training skipped this sample, whose advantages are 0; the pass of "
+    "actor.use_decoupled_loss before training has every sample"
 )
+_MAX_SHOWN = 1 << 15  # tokens of one sample
 _FIELDS = "task_id, sample, episode, step, reward, length, is_cut"
 
 
@@ -102,7 +103,7 @@ def read_group(run: RunReader, task_id: int) -> list[dict[str, Any]]:
 def read_sample(run: RunReader, task_id: int, sample: int) -> dict[str, Any] | None:
     """One sample with a list per value: `tokens` (texts), `ids`, `mask` (trained on), and where
     stored `logprob`, `version`, `advantage`, `prox_logp`, `ref_logp`, `entropy`, `ratio`;
-    `missing` says why a trained sample has no entropy."""
+    `missing` says why a trained sample has no entropy, or that only its first tokens are here."""
     if run.has_table("samples"):
         rows = run.query(
             f"SELECT {_FIELDS}, data FROM samples WHERE task_id = ? AND sample = ?",
@@ -111,9 +112,8 @@ def read_sample(run: RunReader, task_id: int, sample: int) -> dict[str, Any] | N
         if rows:
             facts = {key: rows[0][key] for key in rows[0].keys() if key != "data"}  # noqa: SIM118
             tensors = _decode(run, task_id, rows[0]["data"])
-            missing = "" if "entropy" in tensors else NO_ENTROPY
-            strip = _strip(run, tensors)
-            return {**facts, "state": "trained", "missing": missing, **strip}
+            missing = [] if "entropy" in tensors else [NO_ENTROPY]
+            return {**facts, "state": "trained", **_strip(run, tensors, missing)}
     if run.is_empty:
         return None
     rows = run.query("SELECT task_id, data FROM trajectories WHERE task_id = ?", (task_id,))
@@ -122,8 +122,7 @@ def read_sample(run: RunReader, task_id: int, sample: int) -> dict[str, Any] | N
     group = _decode(run, task_id, rows[0]["data"])
     if not 0 <= sample < len(group["input_ids"]):
         return None
-    strip = _strip(run, _row(group, sample))
-    return {**_facts(task_id, sample, group), "missing": "", **strip}
+    return {**_facts(task_id, sample, group), **_strip(run, _row(group, sample), [])}
 
 
 def _find_waiting(run: RunReader, wanted: SampleFilter) -> list[dict[str, Any]]:
@@ -149,7 +148,7 @@ def _texts(
     run: RunReader, task_id: int, group: Mapping[str, np.ndarray], sample: int
 ) -> dict[str, Any]:
     facts = _facts(task_id, sample, group)
-    strip = _strip(run, _row(group, sample))
+    strip = _strip(run, _row(group, sample), [])
     begin = strip["mask"].index(True) if True in strip["mask"] else len(strip["mask"])
     prompt, output = "".join(strip["tokens"][:begin]), "".join(strip["tokens"][begin:])
     return {**facts, "prompt": prompt[:_SHOWN_CHARS], "output": output[:_SHOWN_CHARS]}
@@ -178,7 +177,7 @@ def _decode(run: RunReader, task_id: int, data: bytes) -> dict[str, np.ndarray]:
 
     try:
         return safetensors.numpy.load(data)
-    except (safetensors.SafetensorError, KeyError, ValueError) as error:
+    except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
         raise UnreadableRunError(
             f"{run.paths.database}: the trajectory of prompt {task_id} cannot be read ({error})"
         ) from error
@@ -211,13 +210,21 @@ def _facts(task_id: int, sample: int, group: Mapping[str, np.ndarray]) -> dict[s
     }
 
 
-def _strip(run: RunReader, tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
+def _strip(
+    run: RunReader, tensors: Mapping[str, np.ndarray], missing: Sequence[str]
+) -> dict[str, Any]:
+    """A list per value, and what is `missing`."""
+    length = len(tensors["ids"])
+    if length > _MAX_SHOWN:  # else a page could not draw it
+        tensors = {key: value[:_MAX_SHOWN] for key, value in tensors.items()}
+        missing = [f"the first {_MAX_SHOWN} of {length} tokens are shown", *missing]
     ids = [int(token) for token in tensors["ids"]]
     mask = tensors.get("mask", np.zeros(len(ids)))
     strip: dict[str, Any] = {
         "ids": ids,
         "tokens": _pieces(run, ids),
         "mask": [bool(one) for one in mask],
+        "missing": "; ".join(missing),
     }
     for name, key in _STRIPS.items():
         if key in tensors:

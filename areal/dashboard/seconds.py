@@ -6,15 +6,16 @@
 Each list adds up to the whole: what no cause covers is `other`.
 
     trainer   the phases of each step
-    servers   seconds that native servers computed, and why they did not; where no request came, the
-              clock of the rollout says whether episodes ran at all
+    servers   seconds that native servers computed, or that requests were in flight at servers of
+              another kind, and why not; where no request came, the clock of the rollout says
+              whether episodes ran at all
     rollout   lives of the prompts trained in these steps, divided as their episodes spent theirs
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from areal.dashboard.reader import RunReader, StepRow
@@ -112,13 +113,16 @@ class TimeByCause:
 
 def time_by_cause(run: RunReader, last: int = 50) -> TimeByCause | None:
     """Of the newest `last` steps; None before the first."""
-    rows = [row for row in run.steps(last=last + 1) if row.step >= 0]
+    read = (replace(row, stats=row.finite) for row in run.steps(last=last + 1))
+    rows = [row for row in read if row.step >= 0]
     before, rows = (rows[0], rows[1:]) if len(rows) > last else (None, rows)
     rows = [row for row in rows if f"{_PREFIX}step" in row.stats]
     if not rows:
         return None
     trainer = trainer_time(rows)
-    servers = server_time([*([before] if before else []), *rows])
+    kind = str(run.config().get("rollout.backend", "native")).partition(":")[0]
+    busy = "generating" if kind == "native" else "requests in flight"
+    servers = server_time([*([before] if before else []), *rows], busy)
     rollout = rollout_time(run, rows)
     verdicts = _verdicts(trainer, servers, rollout)
     return TimeByCause(rows[0].step, rows[-1].step, trainer, servers, rollout, verdicts)
@@ -144,25 +148,28 @@ def trainer_time(rows: Sequence[StepRow]) -> list[Share]:
     return _shares(shares)
 
 
-def server_time(rows: Sequence[StepRow]) -> list[Share]:
+def server_time(rows: Sequence[StepRow], busy: str = "generating") -> list[Share]:
     """Between the first and the last row, without the intervals in which a server was replaced,
-    joined or left; empty if the servers do not report it."""
+    joined or left; empty if nothing is left. `busy` is what their busy seconds mean."""
     reported = [row for row in rows if "server/busy_s" in row.stats]
     spent: dict[str, float] = {}
     whole = 0.0
     for before, after in pairwise(reported):
         num_servers = after.stats.get("server/servers", 1.0)
         gains = {name: _gain(before, after, name) for name in _COUNTERS}
-        # A server that was replaced begins at 0 again.
-        if gains["server/busy_s"] < 0 or before.stats.get("server/servers", 1.0) != num_servers:
+        # A server that was replaced begins at 0 again, also where no restart is counted.
+        is_other = any(_gain(before, after, name) for name in ("server/servers", "server/restarts"))
+        if is_other or gains["server/busy_s"] < 0:
             continue
         whole += (after.time - before.time) * max(1.0, num_servers)
         gains["rollout/idle_s"] *= num_servers  # all servers wait for the same rollout
         for name, gain in gains.items():
-            spent[name] = spent.get(name, 0.0) + max(0.0, gain)
+            spent[name] = spent.get(name, 0.0) + gain
     if whole <= 0:
         return []
-    parts = [("generating", min(whole, spent["server/busy_s"]), False, "")]
+    # Below 0 by what rollout workers told of the time before the first row.
+    spent = {name: max(0.0, seconds) for name, seconds in spent.items()}
+    parts = [(busy, min(whole, spent["server/busy_s"]), False, "")]
     return _shares(parts + _idle_parts(whole - parts[0][1], spent))
 
 

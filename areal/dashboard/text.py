@@ -185,9 +185,11 @@ def picture(run: RunReader, width: int) -> str:
         lines.append(f"{number['title']:<18}{value:>12}  {spark(number['spark'], width - 34)}")
     lines.append("prompts  " + "  ".join(f"{key} {n:,}" for key, n in view["prompts"].items()))
     if view["servers"]:
-        lines.append(
-            "servers  " + "  ".join(f"{key} {value:g}" for key, value in view["servers"].items())
-        )
+        parts = [
+            f"{key} {'-' if value is None else f'{value:g}'}"
+            for key, value in view["servers"].items()
+        ]
+        lines.append("servers  " + "  ".join(parts))
     if not view["members"]["why"]:
         lines += members_table(view["members"]).splitlines()
     if view["waits_for"]:

@@ -56,7 +56,7 @@ def describe_run(folder: Path) -> dict[str, Any]:
     """Its summary; of a run that cannot be read, the reason."""
     try:
         with RunReader(folder) as run:
-            return {**asdict(run.summary()), "folder": str(folder), "fault": ""}
+            return {**_clean(asdict(run.summary())), "folder": str(folder), "fault": ""}
     except (UnreadableRunError, FileNotFoundError) as error:
         name = f"{folder.absolute().parent.name}/{folder.absolute().name}"
         facts = dict.fromkeys(("total_steps", "reward", "eta_s", "updated"))
@@ -74,7 +74,7 @@ def now(run: RunReader) -> dict[str, Any]:
     summary = run.summary()
     shown = [(title, key) for title, key in _HEADLINE if key in stats]
     return {
-        "summary": asdict(summary),
+        "summary": _clean(asdict(summary)),
         "numbers": [
             {"title": title, "key": key, "value": _finite(stats[key]), "spark": _spark(rows, key)}
             for title, key in shown
@@ -129,7 +129,7 @@ def _waits_for(run: RunReader, state: str, counts: Mapping[str, int]) -> str:
 
 def seconds(run: RunReader, last: int) -> dict[str, Any] | None:
     found = time_by_cause(run, last)
-    return None if found is None else asdict(found)
+    return None if found is None else _clean(asdict(found))
 
 
 def alarms(run: RunReader) -> list[dict[str, Any]]:
@@ -241,7 +241,7 @@ def curves(run: RunReader, wanted: Sequence[str] = ()) -> dict[str, Any]:
         axes["hours"].append((row.time - rows[0].time) / 3600)
     names = wanted or sorted({key for row in rows for key in row.stats})
     values = {key: [_finite(row.stats.get(key)) for row in rows] for key in names}
-    return {"axes": axes, "values": values}
+    return {"axes": _clean(axes), "values": values}
 
 
 def diff(first: RunReader, second: RunReader) -> list[dict[str, Any]]:

@@ -64,8 +64,14 @@ def _chat(row: dict[str, Any], column: str, where: str) -> Messages:
             f"{messages!r:.60}"
         )
     for message in messages:
-        parts = message.get("content")
-        if any(isinstance(part, dict) and "image" in str(part.get("type")) for part in parts or ()):
+        content = message.get("content")
+        if not isinstance(content, str | list | None):
+            raise ValueError(
+                f"{where}, column {column!r}: the content of a message is a text or a list of "
+                f"parts, found {content!r:.60}"
+            )
+        parts = content if isinstance(content, list) else []
+        if any(isinstance(part, dict) and "image" in str(part.get("type")) for part in parts):
             raise ValueError(
                 f"{where}, column {column!r}: a message has images, and the loader chats reads "
                 "text only: leave such rows out"

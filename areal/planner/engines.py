@@ -275,6 +275,14 @@ class Servers:
         )
         return output * step + self.prompt_s(load)
 
+    def score_s(self, load: Workload) -> float:
+        """Log-probabilities of a batch, of which each server computes a share of the rows."""
+        rows = max(load.num_samples / self.count, 1.0)
+        tokens, length = rows * (load.prompt + load.output), load.prompt + load.output
+        generation, device = self.generation, self.rank.device
+        head = 2 * tokens * generation.shape.head_weights / device.flops / generation.tp
+        return generation.prefill_s(tokens, length) + head
+
     def stall_s(self) -> float:
         """Generation stands still while new weights are loaded."""
         device = self.rank.device

@@ -48,6 +48,7 @@ def layout_name(cut: Layout) -> str:
 
 def best_split(setup: Setup, load: Workload, gpus: int) -> Split | None:
     """The fastest that fits; None if none does, or if devices are shared otherwise."""
+    rest, gpus = setup.teacher_devices, gpus - setup.teacher_devices
     if setup.takes_turns or len(setup.groups) != 1 or gpus < 2:
         return None
     best: Split | None = None
@@ -61,7 +62,9 @@ def best_split(setup: Setup, load: Workload, gpus: int) -> Split | None:
             role: trainer if role == "actor" else _laid_out(other, trainer)
             for role, other in setup.trainers.items()
         }
-        plan = plan_setup(replace(setup, trainers=trainers, servers=servers), load, gpus=gpus)
+        plan = plan_setup(
+            replace(setup, trainers=trainers, servers=servers), load, gpus=gpus + rest
+        )
         if not plan.too_large() and (best is None or plan.tokens_per_s > best.plan.tokens_per_s):
             best = Split(
                 plan, trainer.layout, servers.count, servers.generation.tp, trainer.rank.mode

@@ -25,6 +25,8 @@ _PREFILL_TOKENS = {"cuda": 16384, "cpu": 4096}
 _CPU_CACHE_BYTES = 1 << 30
 _FREE_SHARE = 0.5  # of the free memory, for a cache without native.num_pages
 _FP8_BLOCK = 128 * 128
+# Recurrent states that the native engine keeps: of each request with its prompt, and at least.
+_STATES_OF_REQUEST, _MIN_STATES = 5, 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,6 +348,7 @@ class ServerRank:
         slots = (self.max_running + 1) * (context * (1 + 1 / self.page_size) + words * context) * 4
         return {
             "weights": self.weight_bytes,
+            **({} if args.delta is None else {"states": self.num_states * self.state_bytes}),
             "tables": tables + (slots if self.device.kind == "cuda" else 0.0),
             "libraries": self.device.library_gib * GIB,
         }
@@ -380,12 +383,32 @@ class ServerRank:
         affordable = int(self._cache_budget() // (self.token_bytes * self.page_size))
         return 1 + min(self.max_running * context_pages, max(affordable, context_pages))
 
+    @property
+    def state_bytes(self) -> float:
+        """Of one state of all recurrent layers: float32 matrices, and rows of a convolution."""
+        delta = self.shape.args.delta
+        if delta is None:
+            return 0.0
+        rows = (delta.conv_size - 1) * sum(delta.widths) * self.itemsize
+        matrices = delta.num_value_heads * delta.key_dim * delta.value_dim * 4
+        return len(delta.layers) * (rows + matrices) / self.tp
+
+    @property
+    def num_states(self) -> int:
+        """0 without recurrent layers."""
+        if self.shape.args.delta is None:
+            return 0
+        affordable = int(self._cache_budget() // self.state_bytes)
+        return max(_MIN_STATES, min(1 + self.max_running * _STATES_OF_REQUEST, affordable))
+
     def _cache_budget(self) -> float:
-        """As the engine takes it: half of what is free once the weights are there."""
+        """As the engine takes it: half of what is free once the weights are there, and half of that
+        where there are states, which get the other half."""
+        share = 1.0 if self.shape.args.delta is None else 0.5
         if self.device.kind == "cpu":
-            return _CPU_CACHE_BYTES
+            return _CPU_CACHE_BYTES * share
         free = self.device.memory_bytes - self.reserved_bytes - self.weight_bytes
-        return max(free, 0.0) * _FREE_SHARE
+        return max(free, 0.0) * _FREE_SHARE * share
 
     @property
     def cache_bytes(self) -> float:

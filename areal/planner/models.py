@@ -17,7 +17,7 @@ from areal.utils.model_files import read_hf_config
 
 def model_configs(config: BaseExperimentConfig) -> dict[str, Mapping[str, Any]]:
     """Of each role."""
-    models = config.models()
+    models = config.all_models()
     default = models["actor"].path
     return {
         role: model_config(section.path or default or "", key=f"{role}.path")

@@ -80,6 +80,7 @@ class Plan:
     gpus: int
     training_devices: int
     generation_devices: int  # 0: servers use those of training
+    teacher_devices: int = 0  # of servers; they wait but for the scores of a batch
     load: Workload
     times: Times
     memory: list[DeviceMemory]
@@ -178,10 +179,15 @@ class Setup:
     update_mode: str
     takes_turns: bool  # servers and models of the first group
     offloaded: frozenset[str] = frozenset()  # roles on their devices only while they are used
+    teacher: Servers | None = None  # on devices of their own
 
     @property
     def training_devices(self) -> int:
         return sum(num_devices(self.trainers, roles) for roles in self.groups)
+
+    @property
+    def teacher_devices(self) -> int:
+        return 0 if self.teacher is None else self.teacher.num_devices
 
 
 def num_devices(trainers: Mapping[str, Trainer], roles: list[str]) -> int:
@@ -229,8 +235,6 @@ def setup_of(
     config: PPOConfig, hf_configs: Mapping[str, Mapping[str, Any]], device: Device
 ) -> Setup:
     """`hf_configs`: the config.json of each role."""
-    if config.served_models():
-        raise UnplannableError("teacher.engine_type: servers of a teacher are not planned")
     trainers, groups = trainers_of(config, config.actor, hf_configs, device)
     actor = config.actor
     asks_actor = actor.recompute_logprob
@@ -244,7 +248,19 @@ def setup_of(
         update_mode=actor.weight_update_mode,
         takes_turns=config.rollout.scheduling_strategy.target is not None,
         offloaded=offloaded_roles(config),
+        teacher=_teacher_of(config, hf_configs, device),
     )
+
+
+def _teacher_of(
+    config: PPOConfig, hf_configs: Mapping[str, Mapping[str, Any]], device: Device
+) -> Servers | None:
+    if not config.served_models():
+        return None
+    try:
+        return servers_of(config.of_teacher(), hf_configs["teacher"], device)
+    except UnplannableError as error:
+        raise UnplannableError(f"teacher.path: {error}") from None
 
 
 def offloaded_roles(config: BaseExperimentConfig) -> frozenset[str]:
@@ -253,9 +269,14 @@ def offloaded_roles(config: BaseExperimentConfig) -> frozenset[str]:
 
 def plan_setup(setup: Setup, load: Workload, *, gpus: int | None = None) -> Plan:
     """ValueError if there are fewer GPUs than the layouts need."""
-    servers, training = setup.servers, setup.training_devices
-    wanted = training + (0 if setup.takes_turns else servers.num_devices)
+    servers, training, teacher = setup.servers, setup.training_devices, setup.teacher
+    wanted = training + (0 if setup.takes_turns else servers.num_devices) + setup.teacher_devices
     gpus = wanted if gpus is None else gpus
+    if teacher is not None and gpus < wanted:
+        raise UnplannableError(
+            f"--gpus: {gpus} are fewer than the {wanted} of the layouts, {setup.teacher_devices} "
+            "of them for the servers of the teacher; devices that these share are not planned"
+        )
     has_own = not setup.takes_turns and gpus >= wanted
     if gpus < training or (not has_own and not setup.takes_turns and training > 1):
         raise ValueError(
@@ -269,11 +290,14 @@ def plan_setup(setup: Setup, load: Workload, *, gpus: int | None = None) -> Plan
         beside = 0.0 if setup.takes_turns else _held(memory[0])
         servers = replace(servers, rank=replace(servers.rank, reserved_bytes=beside))
         memory[0] = _with_server(memory[0], servers.memory("rollout"), setup.takes_turns)
+    if teacher is not None:
+        memory.append(DeviceMemory("teacher", teacher.num_devices, [teacher.memory("teacher")]))
     return Plan(
         device=servers.rank.device,
         gpus=gpus,
         training_devices=training,
         generation_devices=servers.num_devices if has_own else 0,
+        teacher_devices=setup.teacher_devices,
         load=load,
         times=_times(setup, servers, load, gpus),
         memory=memory,
@@ -326,6 +350,8 @@ def _times(setup: Setup, servers: Servers, load: Workload, gpus: int) -> Times:
             forward += trainer.forward_s(load)
         if role == "critic":
             train += trainer.train_s(load)
+    if setup.teacher is not None:
+        forward += setup.teacher.score_s(load)
     plain = replace(actor, training=replace(actor.training, recompute="none"))
     host = device.sample_us * load.num_samples * 1e-6
     generate = servers.steady_s(load) if load.staleness else servers.whole_s(load)

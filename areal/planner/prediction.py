@@ -39,6 +39,8 @@ def predictor_of(config: PPOConfig, *, has_gpu: bool) -> Predict:
     load, _ = workload_of(config, {})
     shares = num_gpus() == 1 and not config.scheduler.by_ray
     gpus = 1 if has_gpu and shares and setup.training_devices == 1 else None
+    if gpus == 1 and setup.teacher is not None:  # all three on one device
+        return _nothing
 
     def predict(stats: Mapping[str, float]) -> Prediction:
         return _speed(plan_setup(setup, _seen_load(load, stats), gpus=gpus).tokens_per_s)

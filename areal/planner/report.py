@@ -23,7 +23,8 @@ def describe(
     load = plan.load
     lines = [
         f"{plan.device.name} x {plan.gpus}: training {plan.training_devices}, generation "
-        f"{plan.generation_devices or 'on the same'}",
+        f"{plan.generation_devices or 'on the same'}"
+        + (f", teacher {plan.teacher_devices}" if plan.teacher_devices else ""),
         f"a step: {load.prompts} prompts x {load.samples} samples, {load.prompt} + "
         f"{load.output:g} tokens (at most {load.max_output})",
     ]

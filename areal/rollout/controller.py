@@ -255,6 +255,12 @@ class RolloutController(InferenceEngine):
     def add_counts(self, counts: Mapping[str, int]) -> None:
         self.engine.add_counts(counts)
 
+    def take_in_flight(self) -> dict[str, list[tuple[float, float]]]:
+        return self.engine.take_in_flight()
+
+    def add_in_flight(self, intervals: Mapping[str, list[tuple[float, float]]]) -> None:
+        self.engine.add_in_flight(intervals)
+
     def expect_weights(self, version: int) -> None:
         self.engine.expect_weights(version)
 

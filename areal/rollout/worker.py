@@ -58,6 +58,9 @@ class GroupReply:
     attempts: list[Failure] = field(default_factory=list[Failure])  # failed ones of its episodes
     stats: dict[str, Any] = field(default_factory=dict[str, Any])
     counts: dict[str, int] = field(default_factory=dict[str, int])
+    in_flight: dict[str, list[tuple[float, float]]] = field(
+        default_factory=dict[str, list[tuple[float, float]]]
+    )  # of requests, by server
 
 
 _reply: ContextVar[GroupReply] = ContextVar("rollout_reply")  # of the running group
@@ -108,6 +111,7 @@ class RolloutWorker:
         finally:
             self._running.discard(task)
         reply.stats, reply.counts = stats_tracker.take_all(), self._engine.take_counts()
+        reply.in_flight = self._engine.take_in_flight()
         return reply
 
     async def until_closed(self) -> None:

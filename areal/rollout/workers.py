@@ -212,6 +212,7 @@ class RolloutWorkers:
             groups.on_attempt_failed(_as_error(attempt), attempt.is_retried)
         stats_tracker.add_all(reply.stats)
         self._engine.add_counts(reply.counts)
+        self._engine.add_in_flight(reply.in_flight)
         if reply.failure is not None:
             raise _as_error(reply.failure)
         return None if reply.trajectory is None else decode(reply.trajectory)

@@ -79,7 +79,9 @@ def checkpoint_name(step: StepInfo) -> str:
 def save_checkpoint(engine: TrainEngine, path: Path, tokenizer: Any = None) -> None:
     """Write `engine`'s weights to `path`; replaces an existing checkpoint."""
     with atomic_folder(path, private=False) as scratch:  # readable by others once moved out
-        engine.save(SaveLoadMeta(path=str(scratch), weight_format="hf", tokenizer=tokenizer))
+        engine.save(SaveLoadMeta(path=str(scratch), weight_format="hf"))
+        if tokenizer is not None:  # by this process: each rank it is sent to loads transformers
+            tokenizer.save_pretrained(scratch)
     logger.info("saved %s", path)
 
 

@@ -226,7 +226,9 @@ class RunDatabase:
                 f"INSERT OR REPLACE INTO samples VALUES ({', '.join('?' * 10)})",
                 samples,
             )
-            connection.executemany("INSERT OR REPLACE INTO pieces VALUES (?, ?)", pieces.items())
+            if pieces:
+                rows = pieces.items()
+                connection.executemany("INSERT OR REPLACE INTO pieces VALUES (?, ?)", rows)
 
     def record_start(self, start: Start) -> None:
         """A process begins at `start.step`: deletes earlier records from that step on."""

@@ -80,8 +80,9 @@ class MailboxServer:
                 if time.monotonic() - last > _BEAT_S:
                     beats, last = beats + 1, time.monotonic()
                     self._beat(beats)
-            except OSError as error:  # a full or absent disk: training goes on without the mailbox
-                logger.warning("the mailbox %s cannot be used now: %s", self._folder, error)
+            except Exception as error:  # boundary: a full disk, a state that cannot be told now
+                why = f"{type(error).__name__}: {error}"
+                logger.warning("the mailbox %s cannot be used now: %s", self._folder, why)
                 self._ended.wait(_BEAT_S)
 
     def _beat(self, number: int) -> None:

@@ -20,8 +20,8 @@ The seccomp filter is classic BPF, 8 bytes per instruction:
 |                 | no limit counts, namespaces and mounts, unneeded kernel facilities           |
 | ENOSYS          | calls a filter cannot inspect and calls newer than this list, so that        |
 |                 | libraries fall back to an older call                                         |
-| 0, not executed | file modes, owners and attributes, which Landlock does not cover; executed   |
-|                 | where processes are allowed, since compilers need them                       |
+| 0, not executed | sizes of socket buffers; file modes, owners and attributes, which Landlock   |
+|                 | does not cover: executed where processes are allowed, as compilers need them |
 | by argument     | signals and priorities for itself, threads but no processes, IP sockets,     |
 |                 | private memory                                                               |
 """
@@ -47,6 +47,7 @@ _WRITE_FILE, _READ_FILE, _REFER, _TRUNCATE = 1 << 1, 1 << 2, 1 << 13, 1 << 14
 _CHANGE_FOLDER = sum(1 << bit for bit in range(4, 13))  # create and remove entries of any kind
 _SCOPE_ABSTRACT_SOCKETS, _SCOPE_SIGNALS = 1, 2
 _STACK = 8 << 20
+NO_CORE = 1  # RLIMIT_CORE: at 0 a core is still handed to a program, if the system names one
 _OPEN_FILES = 4096
 _READING = "reading the run's folder and keys"
 _BY_LANDLOCK = ("writing files", "reading other processes", _READING)
@@ -80,7 +81,7 @@ def _insist_on_network(limits: dict[str, Any], system: str) -> None:
 
 def _limit_resources(limits: dict[str, Any]) -> None:
     memory = int(limits["memory_gb"] * (1 << 30))
-    _lower(resource.RLIMIT_CORE, 0)
+    _lower(resource.RLIMIT_CORE, NO_CORE)
     _lower(resource.RLIMIT_FSIZE, limits["file_size_mb"] << 20)
     # Not RLIMIT_AS: libraries reserve far more addresses than they ever use.
     _lower(resource.RLIMIT_DATA, memory)
@@ -190,7 +191,7 @@ def _filter_calls(libc: ctypes.CDLL, limits: dict[str, Any]) -> bool:
         os.uname().machine,
         limits,
         pid=os.getpid(),
-        parent=parent,
+        parents=(parent,),
         parent_group=os.getpgid(parent),
     )
     return program is not None and install_filter(libc, program)
@@ -214,6 +215,7 @@ SYSTEM_CALLS: dict[str, tuple[int, dict[str, int]]] = {
     "x86_64": (
         0xC000003E,
         {"fork": 57, "vfork": 58, "clone": 56, "mmap": 9, "socket": 41, "socketpair": 53}
+        | {"setsockopt": 54, "inotify_init": 253, "inotify_init1": 294}
         | {"prctl": 157, "fcntl": 72, "ioctl": 16, "prlimit64": 302, "memfd_create": 319}
         | {"kill": 62, "tkill": 200, "tgkill": 234, "rt_sigqueueinfo": 129}
         | {"rt_tgsigqueueinfo": 297, "setpriority": 141, "ioprio_set": 251}
@@ -235,6 +237,7 @@ SYSTEM_CALLS: dict[str, tuple[int, dict[str, int]]] = {
     "aarch64": (
         0xC00000B7,
         {"clone": 220, "mmap": 222, "socket": 198, "socketpair": 199}
+        | {"setsockopt": 208, "inotify_init1": 26}
         | {"prctl": 167, "fcntl": 25, "ioctl": 29, "prlimit64": 261, "memfd_create": 279}
         | {"kill": 129, "tkill": 130, "tgkill": 131, "rt_sigqueueinfo": 138}
         | {"rt_tgsigqueueinfo": 240, "setpriority": 140, "ioprio_set": 30}
@@ -282,7 +285,7 @@ _REFUSED = (
     *("unshare", "setns", "mount", "umount2", "pivot_root", "chroot", "open_tree", "move_mount"),
     *("fsopen", "fsconfig", "fsmount", "fspick", "mount_setattr", "personality"),
     *("add_key", "request_key", "keyctl", "perf_event_open", "bpf", "userfaultfd"),
-    "fanotify_init",
+    *("fanotify_init", "inotify_init", "inotify_init1"),  # of files that others use, too
 )
 # clone3's flags are behind a pointer, which a filter cannot read; io_uring issues other calls.
 _ABSENT = ("clone3", "io_uring_setup", "memfd_create", "memfd_secret")
@@ -301,6 +304,7 @@ _CLONE_THREAD, _CLONE_PARENT = 0x00010000, 0x00008000
 _CLONE_NAMESPACES = 0x7E020000
 _MAP_SHARED, _MAP_ANONYMOUS, _MAP_GROWSDOWN = 0x01, 0x20, 0x100
 _AF_INET, _AF_INET6, _AF_NETLINK = 2, 10, 16  # netlink: glibc queries it for addresses
+_SOL_SOCKET, _SO_BUFFERS = 1, (7, 8, 32, 33)  # SO_SNDBUF, SO_RCVBUF, and both by force
 _PRIO_PROCESS, _IOPRIO_WHO_PROCESS = 0, 1
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
 _PR_SET_PTRACER = 0x59616D61
@@ -319,20 +323,22 @@ _DONE, _EPERM, _ENOSYS = (_instruction(_RETURN, 0, 0, 0x00050000 | errno) for er
 
 
 def filter_program(
-    machine: str, limits: dict[str, Any], *, pid: int, parent: int, parent_group: int
+    machine: str, limits: dict[str, Any], *, pid: int, parents: tuple[int, ...], parent_group: int
 ) -> bytes | None:
-    """Filter for process `pid`, child of `parent`; None for an architecture that is not listed."""
+    """Filter for process `pid`, child of `parents`; None for an architecture that is not listed."""
     if machine not in SYSTEM_CALLS:
         return None
     audit, numbers = SYSTEM_CALLS[machine]
     numbers = numbers | _EVERYWHERE
-    rules = _rules(limits, pid=pid, parent=parent, parent_group=parent_group)
+    rules = _rules(limits, pid=pid, parents=parents, parent_group=parent_group)
     head = _load(4) + _instruction(_EQUAL, 1, 0, audit) + _EPERM + _load(0)
     known = (_when(_EQUAL, numbers[name], rules[name]) for name in rules if name in numbers)
     return head + b"".join(known) + _when(_AT_LEAST, _FIRST_UNKNOWN, _ENOSYS) + _ALLOW
 
 
-def _rules(limits: dict[str, Any], *, pid: int, parent: int, parent_group: int) -> dict[str, bytes]:
+def _rules(
+    limits: dict[str, Any], *, pid: int, parents: tuple[int, ...], parent_group: int
+) -> dict[str, bytes]:
     rules = dict.fromkeys(_REFUSED, _EPERM) | dict.fromkeys(_ABSENT, _ENOSYS)
     rules |= {name: _only(index, [0, pid]) for name, index in _ABOUT_A_PROCESS.items()}
     rules["setpriority"] = _one_process(_PRIO_PROCESS, pid)
@@ -342,6 +348,10 @@ def _rules(limits: dict[str, Any], *, pid: int, parent: int, parent_group: int) 
     rules["fcntl"] = _none_of(1, [_F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _F_SETLEASE])
     rules["ioctl"] = _none_of(1, [_TIOCSTI, _TIOCLINUX, _FIOSETOWN, _SIOCSPGRP])
     rules["socketpair"] = _load_argument(1) + _when(_HAS_BITS, 0xE, _EPERM) + _ALLOW  # a stream
+    # Larger ones would hold memory that no limit counts.
+    buffers = b"".join(_when(_EQUAL, name, _DONE) for name in _SO_BUFFERS)
+    of_sockets = _when(_EQUAL, _SOL_SOCKET, _load_argument(2) + buffers + _ALLOW)
+    rules["setsockopt"] = _load_argument(1) + of_sockets + _ALLOW
     families = [_AF_INET, _AF_INET6, _AF_NETLINK] if limits["network"] else []
     rules["socket"] = _only(0, families)
     namespaces = _when(_HAS_BITS, _CLONE_NAMESPACES | _CLONE_PARENT, _EPERM)
@@ -353,7 +363,7 @@ def _rules(limits: dict[str, Any], *, pid: int, parent: int, parent_group: int) 
     else:
         # A filter does not know its children; Landlock allows signals to them and nowhere else.
         rules["clone"] = _load_argument(0) + namespaces + _ALLOW
-        others = [parent, -1, -parent_group]
+        others = [*parents, -1, -parent_group]
         rules |= {name: _none_of(index, others) for name, index in _SIGNALS.items()}
     return rules
 

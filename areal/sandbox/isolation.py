@@ -39,7 +39,7 @@ _CERTIFICATES = (
     "/etc/pki/tls/certs",
     "/etc/pki/ca-trust",
 )
-_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+_DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
 _LINKS = (
     ("/dev/fd", "/proc/self/fd"),
     ("/dev/stdin", "/proc/self/fd/0"),
@@ -186,6 +186,9 @@ def _bubblewrap(settings: dict[str, Any]) -> list[str]:
         argv += ["--ro-bind", str(copy), path]
     if settings["listen"]:  # on ports below 1024, by process 1 alone
         argv += ["--cap-add", "CAP_NET_BIND_SERVICE"]
+    zeros = Path(settings["folder"]) / "zeros"
+    session_init.write_zeros(str(zeros))
+    argv += ["--ro-bind", str(zeros), session_init.ZEROS]
     for path in settings["devices"]:
         argv += ["--dev-bind", path, path]
     for path, target in settings["links"]:

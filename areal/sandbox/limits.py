@@ -49,7 +49,8 @@ class SessionLimits:
             if one.type == "int" and not isinstance(value, int):
                 raise ValueError(f"sandbox.{one.name} must be a whole number, got {value!r}")
         for path in (self.python, *self.readable):
-            if path and not (os.path.isabs(path) and os.path.exists(path)):
+            is_text = isinstance(path, str)
+            if path != "" and not (is_text and os.path.isabs(path) and os.path.exists(path)):
                 raise ValueError(
                     f"sandbox: {path!r} does not exist, or is not an absolute path (keys python "
                     "and readable)"
@@ -66,18 +67,16 @@ class SessionLimits:
 
     def _check_folders(self) -> None:
         for path in self.writable:
-            normal = (
-                isinstance(path, str) and os.path.isabs(path) and os.path.normpath(path) == path
-            )
-            if not normal or path == "/" or any(is_below(path, taken) for taken in _TAKEN):
+            if not _is_path(path) or path == "/" or any(is_below(path, t) for t in _TAKEN):
                 raise ValueError(
                     f"sandbox.writable: {path!r} cannot be a folder of a session's own; expected "
                     f"an absolute path such as /app, not below {', '.join(_TAKEN)}"
                 )
-        if not any(is_below(self.workdir, own) for own in (WORKSPACE, *self.writable)):
+        own = (WORKSPACE, *self.writable)
+        if not _is_path(self.workdir) or not any(is_below(self.workdir, one) for one in own):
             raise ValueError(
-                f"sandbox.workdir: {self.workdir!r} is no folder of the session's own; list it in "
-                "sandbox.writable"
+                f"sandbox.workdir: {self.workdir!r} is no folder of the session's own, by its "
+                "absolute path without '..'; list it in sandbox.writable"
             )
 
     @classmethod
@@ -95,6 +94,13 @@ class SessionLimits:
         if not isinstance(given.get("env", {}), Mapping):
             raise ValueError(f"sandbox.env: expected variables with texts, got {given['env']!r}")
         return cls(**given)
+
+
+def _is_path(value: object) -> bool:
+    """An absolute one without `..`, which a process can be given."""
+    if not isinstance(value, str) or "\0" in value or well_formed(value) != value:
+        return False
+    return os.path.isabs(value) and os.path.normpath(value) == value
 
 
 def is_below(path: str, folder: str) -> bool:

@@ -104,6 +104,8 @@ def build_root(limits: dict[str, Any]) -> None:
         _show(path, root + path)
     for path in limits["devices"]:
         _show(path, root + path, is_device=True)
+    _make_parents(root + session_init.ZEROS)
+    session_init.write_zeros(root + session_init.ZEROS)
     for path, text in limits["files"].items():
         _make_parents(root + path)
         _write(root + path, text)

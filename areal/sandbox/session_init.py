@@ -11,10 +11,11 @@ whose number a line gives follow it as they are:
 
 "fatal" is never about what the code did: the command could not be confined, and did not run.
 
-Code is run in a fork of this process, which saves the start of an interpreter. A command runs as
-another user where there are two (started by root), without capabilities, under resource limits and
-`confine`'s filter of system calls. Its processes are counted every 50 ms, and all are killed when
-the first one ends: nothing survives a call but files.
+Each call is served by a fork of this process, which never reads a request itself: what one call
+brought is in no other call's memory. Code is run in a fork of that one, which saves the start of
+an interpreter. A command runs as another user where there are two (started by root), without
+capabilities, under resource limits and `confine`'s filter of system calls. Its processes are
+counted every 50 ms, and all are killed when the first one ends: nothing survives a call but files.
 
 Standard library only: it is loaded by its path, without site-packages.
 """
@@ -39,12 +40,14 @@ from areal.sandbox import confine, listeners
 
 AGENT_ID = 1000  # user and group of commands, inside
 WORKSPACE = "/workspace"
+ZEROS = "/dev/zero"
 OWN_ROOT = f"{WORKSPACE}/.root"  # holds folders that appear elsewhere, so that all share one limit
-_PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP = 4, 38, 22
+_PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS, _PR_SET_CHILD_SUBREAPER = 4, 38, 36
+_SO_SNDBUF, _SO_RCVBUF = 7, 8
 _POLL_MS = 50
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _READ_BYTES = 1 << 16
+_NUM_ZEROS = 1 << 42  # hours of reading; ext4 has files of up to 16 TiB
 _MAX_FILES = 50_000  # each takes memory beside its contents
 
 
@@ -69,12 +72,47 @@ def main(channel: socket.socket, limits: dict[str, Any]) -> None:
         except OSError as error:
             send(channel, {"fatal": f"sandbox.network: {error}"})
             return
-    requests = channel.makefile("rb")
+    limits = {**limits, "socket_bytes": _socket_bytes()}
     send(channel, {"ready": True})
-    for line in requests:
-        request = json.loads(line)
+    while channel.recv(1, socket.MSG_PEEK):
+        pid = os.fork()
+        if pid == 0:
+            _serve_call(channel, limits, libc)
+        if os.waitpid(pid, 0)[1] != 0:
+            return  # without a reply, or with half of one: the parent sees the end of the session
+
+
+def _serve_call(channel: socket.socket, limits: dict[str, Any], libc: Any) -> None:
+    """In a fork: read one request, carry it out and answer. Does not return."""
+    code = 1
+    try:
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans of the command are this process's to count
+        requests = channel.makefile("rb")
+        request = json.loads(requests.readline())
         call = _Call(request, requests.read(request["stdin"]), limits, libc)
         send(channel, *call.run())
+        code = 0
+    except BaseException as error:
+        os.write(2, f"{type(error).__name__}: {error}"[:500].encode(errors="replace"))
+    finally:
+        os._exit(code)
+
+
+def _socket_bytes() -> int:
+    """What the buffers of one socket may hold; `confine` lets nobody change it."""
+    pair = socket.socketpair()
+    size = sum(pair[0].getsockopt(socket.SOL_SOCKET, kind) for kind in (_SO_SNDBUF, _SO_RCVBUF))
+    for one in pair:
+        one.close()
+    return size
+
+
+def write_zeros(path: str) -> None:
+    """What stands for /dev/zero: a file of holes. A mapping of the device that several processes
+    share is memory that no limit counts."""
+    with open(path, "wb") as file:
+        os.fchmod(file.fileno(), 0o444)
+        file.truncate(_NUM_ZEROS)
 
 
 def own_folder(path: str) -> str:
@@ -191,16 +229,20 @@ class _Call:
         return "max_processes" if tasks > self._limits["max_processes"] else None
 
     def _usage(self) -> tuple[float, int, int]:
-        """(CPU seconds, bytes of private memory, tasks) of all processes but this one."""
+        """(CPU seconds, bytes of memory, tasks) of all processes but ours.
+
+        Memory of files is not counted: it is the session's disk. Page tables are, and sockets,
+        each with all that its buffers may hold: the kernel keeps both outside of a process.
+        """
         self._reap()
-        cpu_s, memory, tasks = 0.0, 0, 0
+        cpu_s, memory, tasks = 0.0, _memory_of_sockets(self._limits), 0
+        ours = ("1", str(os.getpid()))
         for name in os.listdir("/proc"):
-            if name.isdigit() and name != "1":
+            if name.isdigit() and name not in ours:
                 with contextlib.suppress(OSError):  # it has just ended
                     stat = _read(f"/proc/{name}/stat").rpartition(b")")[2].split()
-                    resident, shared = map(int, _read(f"/proc/{name}/statm").split()[1:3])
                     cpu_s += sum(map(int, stat[11:15])) / _TICKS_PER_S
-                    memory += (resident - shared) * _PAGE
+                    memory += _memory_of(_read(f"/proc/{name}/status"))
                     tasks += int(stat[17])
         return cpu_s, memory, tasks
 
@@ -227,6 +269,25 @@ class _Call:
 
     def _count(self, usage: resource.struct_rusage) -> None:
         self._reaped_s += usage.ru_utime + usage.ru_stime
+
+
+def _memory_of(status: bytes) -> int:
+    """Bytes, from lines such as `RssAnon:     1234 kB`; a process that has ended has none."""
+    kilobytes = 0
+    for key in (b"\nRssAnon:", b"\nVmPTE:", b"\nVmSwap:"):
+        _, found, rest = status.partition(key)
+        kilobytes += int(rest.split(None, 1)[0]) if found else 0
+    return kilobytes << 10
+
+
+def _memory_of_sockets(limits: dict[str, Any]) -> int:
+    """Of all of the session: its network namespace has no others."""
+    memory = int(_read("/proc/self/net/sockstat").split(None, 3)[2]) * limits["socket_bytes"]
+    for kind in ("tcp", "tcp6") if limits["network"] else ():  # their buffers grow
+        with contextlib.suppress(FileNotFoundError):  # a kernel without IPv6
+            for line in _read(f"/proc/self/net/{kind}").splitlines()[1:]:
+                memory += sum(int(queue, 16) for queue in line.split()[4].split(b":"))
+    return memory
 
 
 def _read(path: str) -> bytes:
@@ -280,9 +341,9 @@ def _confine(limits: dict[str, Any], libc: Any, stdin: int, output: int, fault: 
 
 def _limit_resources(limits: dict[str, Any]) -> None:
     memory, disk = limits["memory_mb"] << 20, limits["disk_mb"] << 20
-    same_user = int(os.getuid() == AGENT_ID)  # then this process's parent counts as well
+    ours = 2 if os.getuid() == AGENT_ID else 0  # of the same user, and counted with the command's
     for kind, value in (
-        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_CORE, confine.NO_CORE),
         (resource.RLIMIT_FSIZE, disk),
         (resource.RLIMIT_DATA, memory),
         (resource.RLIMIT_STACK, min(memory, 8 << 20)),
@@ -290,7 +351,7 @@ def _limit_resources(limits: dict[str, Any]) -> None:
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
         (resource.RLIMIT_CPU, int(limits["cpu_s"]) + 1),
-        (resource.RLIMIT_NPROC, limits["max_processes"] + same_user),
+        (resource.RLIMIT_NPROC, limits["max_processes"] + ours),
     ):
         hard = resource.getrlimit(kind)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
@@ -307,7 +368,7 @@ def _drop_privileges(libc: Any, limits: dict[str, Any]) -> None:
     libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     rules = {"max_processes": limits["max_processes"], "network": bool(limits["network"])}
     program = confine.filter_program(
-        os.uname().machine, rules, pid=os.getpid(), parent=1, parent_group=1
+        os.uname().machine, rules, pid=os.getpid(), parents=(1, os.getppid()), parent_group=1
     )
     if program is None or not confine.install_filter(libc, program):
         raise RuntimeError("the filter of system calls cannot be installed")

@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from areal.agents.sight import Sight
-from areal.agents.workflow import agent_workflow, online_workflow
 from areal.algorithm import DYNAMIC_FILTERS
 from areal.algorithm.normalization import are_equal, episode_means
 from areal.api.config.inference import GenerationHyperparameters
@@ -62,6 +60,8 @@ def build_workflow(
     """
     image_folder = image_folder or RunPaths.of(config).images
     if config.rollout.agent.mode == "online" and not is_eval:
+        from areal.agents.workflow import online_workflow  # late: a web framework
+
         _refuse_given(given)
         return online_workflow(
             **_agent_options(config, tokenizer, agents_folder, image_folder, is_eval=False),
@@ -71,6 +71,8 @@ def build_workflow(
     if isinstance(found, RolloutWorkflow):
         return resolve.build_workflow(found, kwargs)
     if is_agent(found):
+        from areal.agents.workflow import agent_workflow  # late: a web framework
+
         own = {**config.workflow_kwargs, **(kwargs or {})}
         _check_agent_kwargs(found, own)
         options = _agent_options(config, tokenizer, agents_folder, image_folder, is_eval=is_eval)
@@ -165,6 +167,8 @@ def _agent_options(
     *,
     is_eval: bool,
 ) -> dict[str, Any]:
+    from areal.agents.sight import Sight
+
     options = config.rollout.agent
     processor = find_processor(config.actor.path, tokenizer)
     store = ImageStore(image_folder)

@@ -65,7 +65,7 @@ def refuse_images(config: Any, section: str, rows: Rows) -> None:
 
     Checks all rows of a list, but only the first of others, which are made when they are read.
     """
-    name = trainer_name(config)
+    name, model_sees = trainer_name(config), False
     looked_at = rows if isinstance(rows, list) else itertools.islice(rows, 1)
     for number, row in enumerate(looked_at):
         has_pixels = bool(row.get(MULTI_MODAL_KEY))
@@ -80,7 +80,8 @@ def refuse_images(config: Any, section: str, rows: Rows) -> None:
                 "such rows (docs/vision.md)"
             )
         actor = actor_section(config)
-        if not sees(actor):
+        model_sees = model_sees or sees(actor)  # reads files: once
+        if not model_sees:
             raise ValueError(
                 f"{where}the model {actor.path!r} reads text only: name one with a vision tower in "
                 "actor.path, or use a data set of text"

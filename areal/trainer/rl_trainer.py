@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from areal.agents.preconditions import admin_key
-from areal.agents.router import AgentRouter
 from areal.api.workflow_api import RolloutWorkflow, WorkflowLike
 from areal.infra.jobs import rollout_worker_job
 from areal.planner.prediction import predictor_of
@@ -216,6 +215,8 @@ class PPOTrainer(Trainer):
 
     def _start_router(self, runner: TaskRunner, stack: ExitStack) -> None:
         """The one address of the workers' sessions."""
+        from areal.agents.router import AgentRouter  # late: a web framework, for online runs alone
+
         router = AgentRouter(
             self.config.rollout.agent, admin_key=admin_key(), folder=self.run.paths.agents
         )

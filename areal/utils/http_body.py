@@ -49,6 +49,7 @@ _EXPECTED = {  # by pydantic's type of the error
     "model_type": "a JSON object",
     "string_type": "a text",
     "string_unicode": "a text",
+    "too_long": "a list of at most {max_length} items",
     "too_short": "a list that is not empty",
 }
 

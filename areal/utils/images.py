@@ -16,8 +16,9 @@ here, which says what was found and what is expected.
 | 1 GiB of memory, 10 s of CPU time   | the kernel, which ends the child                    |
 
 Nothing is ever fetched: an http URL is refused. A file is read only if its real path, after all
-links, lies below a permitted folder. Transparent pixels are on white, 16 bits of grey become 8, and
-the orientation that a camera noted is applied, so that all who see the image see the same pixels.
+links, lies below a permitted folder, also if somebody puts links there at that moment. Transparent
+pixels are on white, 16 bits of grey become 8, and the orientation that a camera noted is applied,
+so that all who see the image see the same pixels.
 """
 
 from __future__ import annotations
@@ -142,11 +143,11 @@ def _from_file(url: str, folders: Sequence[str | Path]) -> bytes:
     except (OSError, ValueError):  # also NUL, a surrogate, a loop of links
         raise refusal from None
     permitted = [Path(os.path.realpath(folder)) for folder in folders]
-    if parts.netloc not in ("", "localhost") or not any(map(path.is_relative_to, permitted)):
+    above = next(filter(path.is_relative_to, permitted), None)
+    if parts.netloc not in ("", "localhost") or above is None or path == above:
         raise refusal
     try:
-        # NONBLOCK: a FIFO must not be waited for. NOFOLLOW: it is a real path.
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = _open_below(above, path.relative_to(above))
     except OSError:
         raise refusal from None
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -154,3 +155,21 @@ def _from_file(url: str, folders: Sequence[str | Path]) -> bytes:
         raise refusal
     with open(fd, "rb") as file:
         return file.read(MAX_BYTES + 1)
+
+
+def _open_below(folder: Path, path: Path) -> int:
+    """A descriptor of `folder/path`; OSError if a part of `path` is a link.
+
+    The path was real when it was looked at. Whoever may write below `folder` may have put a link
+    in the place of one of its parts since then; so each part is opened in the one before it.
+    """
+    # NONBLOCK: a FIFO must not be waited for.
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    fd = os.open(folder, flags | os.O_DIRECTORY)
+    for part in path.parts:
+        try:
+            inner = os.open(part, flags, dir_fd=fd)
+        finally:
+            os.close(fd)
+        fd = inner
+    return fd

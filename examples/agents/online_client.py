@@ -4,7 +4,8 @@
     areal train examples/agents/online_grpo.yaml
     python examples/agents/online_client.py http://127.0.0.1:8700   # meanwhile, elsewhere
 
-A product would be here: sessions of its users, and rewards when they are known.
+A product would be here: sessions of its users, and rewards when they are known. A second argument
+names one of areal's rewards, such as gsm8k.
 """
 
 import os
@@ -14,14 +15,21 @@ import time
 import httpx
 from openai import OpenAI
 
+from areal.reward import get_reward_fn
+
 CLIENT = OpenAI(base_url="http://127.0.0.1", api_key="none")  # its connections serve all sessions
 
 
-def play(session: dict) -> float:
+def contains(prompt, completion, prompt_ids, completion_ids, answer, **row) -> float:
+    return float(answer in completion)
+
+
+def play(session: dict, reward_fn=contains) -> float:
     """One answer to a question; `session["data"]` is the row of the data set that it is for."""
+    row = dict(session["data"])
     client = CLIENT.with_options(base_url=session["base_url"], api_key=session["api_key"])
-    reply = client.chat.completions.create(model="policy", messages=session["data"]["messages"])
-    return float(session["data"]["answer"] in (reply.choices[0].message.content or ""))
+    reply = client.chat.completions.create(model="policy", messages=row.pop("messages"))
+    return reward_fn("", reply.choices[0].message.content or "", [], [], **row)
 
 
 def main(url: str, play=play) -> int:
@@ -50,4 +58,5 @@ def finish(http: httpx.Client, session: dict, play) -> None:
 
 
 if __name__ == "__main__":
-    print(main(sys.argv[1]), "episodes")
+    chosen = get_reward_fn(sys.argv[2]) if len(sys.argv) > 2 else contains
+    print(main(sys.argv[1], lambda session: play(session, chosen)), "episodes")

@@ -16,13 +16,17 @@ from areal.models.hf_io import build_model, save_hf
 from areal.utils.fs import atomic_folder
 from examples.vlm.shapes import COLOURS, QUESTION, SIDE
 
-SPECIAL = ("<pad>", "<eos>", "<unk>", "<vision_start>", "<vision_end>", "<image>", "<video>")
+# Images under the names that Qwen's tokenizers have: vLLM looks for them.
+SPECIAL = (
+    *("<pad>", "<eos>", "<unk>"),
+    *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
+)
 PATCH = 8
 CHAT_TEMPLATE = """
 {%- for message in messages %}
 {%- if message.content is string %}{{ message.content }}
 {%- else %}{% for part in message.content %}
-{%- if part.type == 'image' %}{{ '<vision_start><image><vision_end>' }}
+{%- if part.type == 'image' %}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}
 {%- else %}{{ part.text }}{% endif %}
 {%- endfor %}{% endif %}
 {%- endfor %}"""
@@ -118,10 +122,10 @@ def model_config(ids: dict[str, int]) -> dict[str, Any]:
         "architectures": ["Qwen2_5_VLForConditionalGeneration"],
         "dtype": "float32",
         "tie_word_embeddings": True,
-        "image_token_id": ids["<image>"],
-        "video_token_id": ids["<video>"],
-        "vision_start_token_id": ids["<vision_start>"],
-        "vision_end_token_id": ids["<vision_end>"],
+        "image_token_id": ids["<|image_pad|>"],
+        "video_token_id": ids["<|video_pad|>"],
+        "vision_start_token_id": ids["<|vision_start|>"],
+        "vision_end_token_id": ids["<|vision_end|>"],
         "text_config": text,
         "vision_config": vision,
     }

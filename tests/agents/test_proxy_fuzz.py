@@ -19,7 +19,7 @@ from areal.agents.proxy import AgentProxy, create_app
 from areal.agents.session import Session, SessionOptions
 from areal.api.config.inference import AgentConfig, GenerationHyperparameters
 
-NUM_EXAMPLES = int(os.environ.get("AREAL_FUZZ_EXAMPLES", "10"))  # of each route
+NUM_EXAMPLES = int(os.environ.get("AREAL_FUZZ_EXAMPLES", "5"))  # of each route
 ADMIN = "the admin key of the test"
 TOOL = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}
 CHAT = {

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from tiny import tiny_config
+from tiny_vision import tiny_vision_config
 
 from areal.cli.main import main
 
@@ -246,6 +247,25 @@ def test_what_an_agent_needs(capsys, monkeypatch, overrides: list[str], says: st
     code, line = check(capsys, "workflow=my_workflow.Sees", *overrides)
     assert code == 2
     assert says in line
+
+
+def test_agents_of_a_model_that_reads_text_get_no_images(capsys, monkeypatch, project: Path):
+    monkeypatch.setenv("AREAL_ADMIN_API_KEY", "k" * 16)
+    agent = "class Agent:\n    async def run(self, data, **kwargs): ...\n"
+    (project / "my_agent.py").write_text(agent)
+    says = "the model that the agents talk to, './model', reads text only"
+    shown = ["workflow=my_agent.Agent", "train_dataset.path=clevr_count_70k"]
+    for overrides in (shown, [*shown, "rollout.agent.mode=online"]):
+        code, line = check(capsys, *overrides)
+        assert code == 2 and "train_dataset.path: the rows of 'clevr_count_70k'" in line
+        assert says in line
+    code, line = check(capsys, "workflow=my_agent.Agent", "valid_dataset={path: clevr_count_70k}")
+    assert code == 2 and "valid_dataset.path" in line and says in line
+    assert check(capsys, "workflow=my_workflow.Sees", *shown[1:])[0] == 0  # nobody can know
+    sees = tiny_vision_config("qwen2_5_vl")
+    (project / "model/config.json").write_text(json.dumps(sees))
+    code, line = check(capsys, *shown)
+    assert says not in line
 
 
 def test_a_key_without_effect_is_named_and_does_not_fail_the_check(

@@ -67,6 +67,8 @@ def test_a_run_that_was_killed_has_none(run, capsys):
         '{"servers": 3, "loads": [], "workers": {"a": 1}}',
         '{"servers": {}, "workers": [1, {}]}',
         '{"servers": {"a": {"b": 1}}, "loads": {"a": {"version": "x", "running": true}}}',
+        '{"servers": {"a": "b"}, "loads": {"a": {"version": 1' + "0" * 400 + "}}}",
+        '{"servers": {"a": "b"}, "loads": {"a": {"version": NaN}}}',
     ],
 )
 def test_a_state_that_is_none_ends_nothing(run, text):

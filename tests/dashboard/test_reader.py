@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sqlite3
 
+import numpy as np
 import pytest
+import safetensors.numpy
 from dashboard_world import WrittenRun
 
-from areal.dashboard import views
+from areal.api.json_text import dumps, loads
+from areal.dashboard import text, views
 from areal.dashboard.reader import RunReader, UnreadableRunError, find_runs
+from areal.dashboard.routes import Routes
 from areal.dashboard.samples import SampleFilter, find_samples, read_sample
 from areal.rollout.source import Prompt
 from areal.run.database import Start
@@ -82,13 +87,78 @@ def test_damaged_empty_and_foreign_files_are_named(tmp_path):
         pass
 
 
-@pytest.mark.parametrize(("stats", "found"), [("{", "not JSON"), ("[1]", "a list, expected")])
+@pytest.mark.parametrize(
+    ("stats", "found"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "a list, expected"),
+        ('{"timeperf/step": "x"}', "'timeperf/step' of step 1 is 'x', expected a number"),
+        ('{"tokens": 1' + "0" * 400 + "}", "'tokens' of step 1 is 1000"),
+    ],
+)
 def test_statistics_that_are_none_are_named(tmp_path, stats, found):
     run = WrittenRun(tmp_path, steps=2)
     with run.database.transaction() as connection:
         connection.execute("UPDATE steps SET stats = ? WHERE step = 1", (stats,))
     with RunReader(run.root) as reader, pytest.raises(UnreadableRunError, match=found):
         reader.summary()
+    run.close()
+
+
+def test_a_time_or_a_size_that_is_none_is_named(tmp_path):
+    run = WrittenRun(tmp_path, steps=2)
+    for change, found in (
+        ("UPDATE events SET time = 9e999", "a time is inf"),
+        ("UPDATE starts SET dataset_size = 'many'", "has 'many' rows"),
+        ("UPDATE steps SET time = 'noon'", "a time is 'noon', expected Unix seconds"),
+    ):
+        with run.database.transaction() as connection:
+            connection.execute(change)
+        described = views.describe_run(run.root)
+        assert described["state"] == "unreadable" and found in described["fault"]
+    run.close()
+
+
+def test_numbers_that_json_lacks_hide_no_run(tmp_path):
+    broken = dict.fromkeys(("rollout/reward", "timeperf/train", "server/servers"), math.nan)
+    run = WrittenRun(tmp_path / "run", **broken, tokens=math.inf)
+    with RunReader(run.root) as reader:
+        assert "servers -" in text.picture(reader, 80)
+    routes = Routes([tmp_path])
+    for path in ("runs", "run/0/now", "run/0/curves", "run/0/seconds", "run/0/alarms"):
+        dumps(routes.answer(path, {}))
+    assert routes.answer("runs", {})[0]["reward"] is None
+    run.close()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_one_odd_statistic_hides_no_run(tmp_path, value):
+    """Neither in the list of all runs nor in a view of this one; times add up without it."""
+    run = WrittenRun(tmp_path, steps=4)
+    names = ("rollout/reward", "timeperf/train", "server/busy_s")
+    with run.database.transaction() as connection:
+        ((text,),) = connection.execute("SELECT stats FROM steps WHERE step = 3").fetchall()
+        odd = json.dumps(json.loads(text) | dict.fromkeys((*names, "timeperf/odd"), value))
+        connection.execute("UPDATE steps SET stats = ? WHERE step = 3", (odd,))
+    routes = Routes([tmp_path])
+    for path in ("runs", "run/0/now", "run/0/seconds", "run/0/curves", "run/0/alarms"):
+        loads(dumps(routes.answer(path, {})), path)
+    assert routes.answer("runs", {})[0]["reward"] is None
+    found = routes.answer("run/0/seconds", {})
+    assert sum(one["share"] for one in found["trainer"]) == pytest.approx(1)
+    run.close()
+
+
+def test_of_a_very_long_sample_the_first_tokens_are_shown(tmp_path):
+    run, count = WrittenRun(tmp_path), 100_000
+    values = {"ids": np.zeros(count, np.int32), "mask": np.ones(count, bool)}
+    data = safetensors.numpy.save(values)
+    with run.database.transaction() as connection:
+        connection.execute("UPDATE samples SET data = ? WHERE task_id = 0", (data,))
+    with RunReader(tmp_path) as reader:
+        sample = read_sample(reader, task_id=0, sample=0)
+    assert sample is not None and f"of {count} tokens" in sample["missing"]
+    assert len(sample["ids"]) == len(sample["tokens"]) == len(sample["mask"]) < count
     run.close()
 
 

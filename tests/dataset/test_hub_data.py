@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -80,12 +81,15 @@ def test_without_the_hub_the_rows_are_the_same(hub: LoopbackHub, tmp_path: Path)
     argument = f"{NAME}/split=train"
     rows = load(hub, tmp_path, argument)
     hub.push(NAME, files(train=7))
-    assert load(hub, tmp_path, argument, HF_HUB_OFFLINE="1") == rows == ["5 #### 5"]
-    assert load(hub, tmp_path, argument, HF_ENDPOINT=CLOSED) == rows
-    (line,) = load(hub, tmp_path / "other", argument, HF_ENDPOINT=CLOSED)
-    assert line.startswith("RuntimeError dataset.path: 'openai/gsm8k' is not a local file")
-    (line,) = load(hub, tmp_path, f"{NAME}@{'0' * 40}/split=train", HF_HUB_OFFLINE="1")
+    unknown = f"{NAME}@{'0' * 40}/split=train"
+    with ThreadPoolExecutor() as threads:  # most of the time the clients sleep between two tries
+        known = threads.submit(load, hub, tmp_path, argument, HF_ENDPOINT=CLOSED)
+        bare = threads.submit(load, hub, tmp_path / "other", argument, HF_ENDPOINT=CLOSED)
+        found, line = load(hub, tmp_path, argument, unknown, HF_HUB_OFFLINE="1")
+    assert [found] == known.result() == rows == ["5 #### 5"]
     assert line.startswith("ValueError dataset.path:"), line
+    (line,) = bare.result()
+    assert line.startswith("RuntimeError dataset.path: 'openai/gsm8k' is not a local file")
 
 
 def test_faults_are_one_line(hub: LoopbackHub, tmp_path: Path) -> None:

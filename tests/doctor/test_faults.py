@@ -81,6 +81,12 @@ HEALTHY = {
     "dense": (),
     "experts": ("actor.path={root}/moe", "rollout.return_routed_experts=true"),
     "adapters": ("actor.use_lora=true", "actor.lora_rank=4"),
+    "adapters of experts": (
+        "actor.path={root}/moe",
+        "actor.use_lora=true",
+        "actor.lora_rank=4",
+        "actor.target_modules=[gate_proj,down_proj]",
+    ),
     "FP8": ("native.dtype=fp8", "actor.archon.fp8_forward=true"),
     "FP8 on the server alone": ("native.dtype=fp8",),
     "several turns": ("workflow=multi_turn", "reward_fn=gsm8k", "gconfig.max_new_tokens=4"),
@@ -99,7 +105,7 @@ def test_a_healthy_training_is_accused_of_nothing(root, kind):
     seen = {one.stage for one in chart.findings if one.state == "ok"}
     assert {"tokenizer", "tokens", "weights", "logits", "sampling"} < seen, chart.table()
     assert {"advantages", "loss_mask", "optimizer"} < seen, chart.table()
-    assert ("routing" in seen) == (kind == "experts")
+    assert ("routing" in seen) == ("{root}/moe" in str(HEALTHY[kind]))
     assert ("parser" in seen) == (kind == "agent")
 
 

@@ -5,6 +5,7 @@ Harbor's package is tests/data/hubs/harbor; the real one is in test_real_hubs.py
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -227,7 +228,9 @@ async def test_tasks_of_tests_are_held_out_and_unsupported_ones_refused_or_left_
         ("FROM ubuntu\nCOPY data /usr/local/bin/x", "sandbox.writable: '/usr' cannot be a folder"),
         ('FROM ubuntu\nSHELL ["bash"]', "SHELL cannot be stood in for"),
         ("FROM ubuntu\nRUN <<EOF", "here-document"),
-        ("FROM ubuntu\nRUN [", "Dockerfile:2: "),
+        ("FROM ubuntu\nRUN [1]", r"Dockerfile:2: \[1\] must be a list of texts"),
+        ('FROM ubuntu\nCOPY ["a", 1]', "must be a list of texts"),
+        ("FROM ubuntu\nCOPY " + "[" * 100_000, "COPY needs a source and a target"),
         ("FROM ubuntu\nCOPY x", "COPY needs a source and a target"),
         ("FROM ubuntu\nCOPY nothing /app/", "copies 'nothing', which does not exist"),
         ("FROM ubuntu\nCOPY data/numbers /numbers", "copies to /, which is read-only"),
@@ -236,10 +239,16 @@ async def test_tasks_of_tests_are_held_out_and_unsupported_ones_refused_or_left_
         ("FROM ubuntu\nCOPY ../tests /app/", "tests leads out of its folder"),
         ("RUN ls", "no FROM"),
         ("FROM ubuntu\nRUN ls \\", "the last line is continued by none"),
+        (b"FROM ubuntu\n# caf\xe9\n", "environment/Dockerfile is not UTF-8"),
+        (b"#" * (1 << 20) + b"\n", "environment/Dockerfile has more than 1048576 bytes"),
+        ("FROM ubuntu\nWORKDIR /a\0b", "sandbox.writable: '/a.x00b' cannot be"),
     ],
+    ids=lambda given: given[:40],
 )
 def test_dockerfiles_that_no_sandbox_stands_in_for(tmp_path, dockerfile, says):
-    folder = write_task(tmp_path, dockerfile=dockerfile)
+    folder = write_task(tmp_path)
+    written = dockerfile if isinstance(dockerfile, bytes) else dockerfile.encode()
+    (folder / "environment/Dockerfile").write_bytes(written)
     given = {"name": "x", "folder": str(folder), "instruction": "", "config": {}}
     with pytest.raises(Unsupported, match=says):
         task_of(given, Options())
@@ -290,7 +299,7 @@ def test_what_is_read_of_a_dockerfile(tmp_path):
         "# a comment\nARG BASE=ubuntu\nFROM --platform=linux/amd64 ${BASE}:24.04 AS main\n"
         "ENV A=1 B='two words'\nENV OLD some text\nWORKDIR /srv\nWORKDIR $A/x\n"
         'COPY --chown=1:1 ["a b", "c/"]\nCOPY *.txt d /opt/data/\nRUN ["ls", "-l"]\n'
-        'RUN echo "$A" && \\\n  # inside\n  true\nCMD ["sleep"]\n'
+        'RUN echo "$A" && \\\n  # inside\n  true\nCMD ["sleep"]\nRUN\t[ -f a ] || touch a\n'
     )
     assert (plan.image, plan.workdir) == ("ubuntu:24.04", "/srv/1/x")
     assert plan.env == {"A": "1", "B": "two words", "OLD": "some text"}
@@ -299,6 +308,7 @@ def test_what_is_read_of_a_dockerfile(tmp_path):
         Copy(("*.txt", "d"), "/opt/data/"),
         Run(("ls", "-l"), "/srv/1/x"),
         Run(("sh", "-c", 'echo "$A" &&    true'), "/srv/1/x"),
+        Run(("sh", "-c", "[ -f a ] || touch a"), "/srv/1/x"),
     ]
 
 
@@ -318,6 +328,25 @@ def test_files_outside_of_a_task_are_not_copied(tmp_path):
     for source in ("..", "../../secret", "nothing"):
         with pytest.raises(Unsupported, match="leads out|does not exist"):
             task.copied(Copy((source,), "/app/"))
+
+
+def test_files_that_cannot_be_copied_are_named_and_nothing_waits_for_them(tmp_path):
+    folder = write_task(tmp_path, dockerfile="FROM ubuntu\nCOPY data/* /app/\n")
+    given = {"name": "x", "folder": str(folder), "instruction": "", "config": {}}
+    task = task_of(given, Options(max_disk_mb=1))
+    data = folder / "environment/data"
+    os.mkfifo(data / "pipe")
+    with pytest.raises(Unsupported, match="data/pipe is neither a file nor a folder"):
+        task.copied(task.actions[0])
+    (data / "pipe").unlink()
+    (data / "loop").symlink_to("loop")
+    with pytest.raises(Unsupported, match="data/loop cannot be read: Too many levels"):
+        task.copied(task.actions[0])
+    (data / "loop").unlink()
+    with (data / "large").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(Unsupported, match="large does not fit any more; raise env_kwargs.max_disk"):
+        task.copied(task.actions[0])
 
 
 @pytest.mark.parametrize(

@@ -71,15 +71,15 @@ def test_two_ranks_as_one(model, expected, tmp_path):
     check(scheduler, model, tmp_path, "archon:d2", expected)
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
-def test_two_stages_as_one(model, expected, tmp_path, schedule):
-    """The last stage has the statistics of losses: it is on the last rank, or on the first."""
+def test_two_stages_as_one(model, expected, tmp_path):
+    """The last stage has the statistics of losses: here it is on the first rank."""
     scheduler = LocalScheduler(tmp_path / "logs", gpus=[])
-    check(scheduler, model, tmp_path, "archon:p2", expected, pp_schedule=schedule)
+    check(scheduler, model, tmp_path, "archon:p2", expected, pp_schedule="ZBVZeroBubble")
 
 
 @pytest.mark.slow
 def test_four_ranks_two_stages(model, expected, tmp_path):
+    """The last stage is on the last ranks."""
     scheduler = LocalScheduler(tmp_path / "logs", gpus=[])
     check(scheduler, model, tmp_path, "archon:d2p2", expected, num_replicas=2)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -98,3 +101,23 @@ def test_two_machines_train_one_model(root, address):
     run = root / "arithmetic" / "two"
     assert len(query(run, "SELECT step FROM steps WHERE step >= 0")) == 2
     assert (run / "model" / "model.safetensors").is_file()
+    assert {"actor0.log", "actor1.log"} <= {file.name for file in (run / "logs").iterdir()}
+
+
+def test_an_actor_logs_into_the_run_and_survives_a_question_for_its_stacks(tmp_path):
+    """Without Ray: the actor's class in a process of its own, as Ray would make it."""
+    (tmp_path / "logs").mkdir()
+    stacks = tmp_path / "logs" / "stacks.txt"
+    env = {**os.environ, "AREAL_RUN_FOLDER": str(tmp_path), "AREAL_STACKS": str(stacks)}
+    subprocess.run([sys.executable, "-c", ASKED_ACTOR], env=env, check=True, timeout=900)
+    assert (tmp_path / "logs" / "actor0.log").read_text() == "alive\n"
+    assert "most recent call first" in stacks.read_text()
+
+
+ASKED_ACTOR = """
+import os, signal
+from areal.infra.scheduler.ray import _RayWorker
+_RayWorker(os.getcwd(), "actor/0")
+os.kill(os.getpid(), signal.SIGUSR1)
+print("alive", flush=True)
+"""

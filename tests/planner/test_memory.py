@@ -10,6 +10,8 @@ from tiny import tiny_model
 from tiny_vision import tiny_vision_config
 
 from areal.api.config.train_engine import TrainEngineConfig
+from areal.engine.native.kv_cache import MIN_STATES, STATES_OF_PREFIX, STATES_OF_SEQUENCE
+from areal.engine.native.state_cache import state_bytes
 from areal.models import decoder_args
 from areal.models.hf_io import build_model
 from areal.models.lora import Adapters
@@ -32,6 +34,20 @@ QWEN_1B = {
     "num_key_value_heads": 2,
     "vocab_size": 151936,
     "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+}
+# In the shapes of a Qwen3.5 2B, with half of its layers.
+HYBRID = {
+    "model_type": "qwen3_5_text",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "vocab_size": 248320,
     "tie_word_embeddings": True,
 }
 
@@ -136,6 +152,20 @@ def test_a_server_takes_half_of_what_is_free_for_its_cache():
     assert server.pages == 1 + int(free / 2 // (token * 16))
     few = ServerRank(shape=shape, device=H200, max_running=2)
     assert few.pages == 1 + 2 * (32768 // 16 + 1)
+
+
+def test_a_server_of_recurrent_layers_keeps_states_as_the_engine_does():
+    shape = shape_of(HYBRID)
+    server = ServerRank(shape=shape, device=H200, num_pages=4000, max_running=64)
+    assert server.state_bytes == state_bytes(shape.args, 2) == 9 * (3 * 6144 * 2 + 16 * 128**2 * 4)
+    assert server.num_states == 1 + 64 * (STATES_OF_SEQUENCE + STATES_OF_PREFIX)
+    assert server.memory("").phases["decode"]["states"] == server.num_states * server.state_bytes
+    many = ServerRank(shape=shape, device=H200, max_running=100_000)
+    quarter = (H200.memory_bytes - many.weight_bytes) / 4
+    assert many.num_states == int(quarter // many.state_bytes)
+    assert quarter - many.token_bytes * 32 < many.cache_bytes < quarter + many.token_bytes * 32
+    none = ServerRank(shape=shape, device=H200, reserved_bytes=H200.memory_bytes)
+    assert none.num_states == MIN_STATES
 
 
 SIZES = st.sampled_from([1, 2, 4])

@@ -136,6 +136,27 @@ def test_trainers_without_generation_are_planned(project, capsys, trainer):
     assert "--simulate: a run of this trainer generates nothing" in capsys.readouterr().err
 
 
+def test_a_teacher_on_servers_has_devices_of_its_own(capsys):
+    def planned(*options: str) -> dict:
+        assert plan(*options, "--device", "h200", "--json") == 0
+        return json.loads(capsys.readouterr().out)
+
+    served = ["teacher.path=Qwen/Qwen2.5-32B-Instruct", "gconfig.temperature=1"]
+    served += ["teacher.engine_type=rollout", "teacher.backend=native:d1t2"]
+    alone, one = planned(), planned(*served)
+    more = planned(*served, "teacher.backend=native:d2t2")
+    assert (alone["gpus"], one["gpus"], more["gpus"]) == (8, 10, 12)
+    (teacher,) = (place for place in one["memory"] if place["name"] == "teacher")
+    assert teacher["devices"] == 2 and teacher["peak"] > 32e9  # half of 32B weights in bfloat16
+    # Training waits for the scores, of which two servers each compute a half.
+    waits = [made["times"]["forward"] - alone["times"]["forward"] for made in (one, more)]
+    assert waits[0] == pytest.approx(2 * waits[1]) and waits[1] > 0
+    assert plan(*served, "--device", "h200", "--gpus", "9") == 2
+    assert "fewer than the 10 of the layouts, 2 of them for the servers of the teacher" in (
+        capsys.readouterr().err
+    )
+
+
 def test_an_offloaded_model_counts_while_it_is_on_the_device(project, capsys):
     text = re.sub(r"(?m)^(gconfig:|rollout:|  reward_norm:).*\n", "", CONFIG)
     (project / "offline.yaml").write_text(text.replace("\n", "\ntrainer: dpo\n", 1))

@@ -144,3 +144,22 @@ def test_a_run_that_is_started_again_is_asked_again(serve, folder):
     asking.join(WAIT_S)
     let_go.set()
     assert errors and "started again" in errors[0]
+
+
+def test_a_state_that_cannot_be_told_once_does_not_end_the_mailbox(folder, caplog):
+    told = []
+
+    def describe():
+        told.append(1)
+        if len(told) == 2:
+            raise KeyError("a server that has just left")
+        return {"servers": {}}
+
+    mailbox = MailboxServer(folder, lambda op, fields: {"told": len(told)}, describe)
+    mailbox.start()
+    try:
+        wait_for(lambda: read_state(folder)["beat"] >= 2)
+        assert "KeyError: 'a server that has just left'" in caplog.text
+        assert ask(folder, "list")["told"] >= 3
+    finally:
+        mailbox.close()

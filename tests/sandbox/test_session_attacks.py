@@ -110,7 +110,40 @@ async def test_nothing_but_files_survives_a_call():
         await asyncio.sleep(0.5)
         listed = await session.shell("ls; ls /proc")
         assert "now" in listed.output and "late" not in listed.output
-        assert sum(name.isdigit() for name in listed.output.split()) <= 3  # process 1, sh, ls
+        # Process 1, who serves the call, sh, ls.
+        assert sum(name.isdigit() for name in listed.output.split()) <= 4
+
+
+async def test_a_call_cannot_look_into_earlier_ones():
+    look = (
+        "import re\n"
+        "found = 0\n"
+        "for line in open('/proc/self/maps'):\n"
+        "    start, end, mode = re.match(r'(\\w+)-(\\w+) (..)', line).groups()\n"
+        "    with open('/proc/self/mem', 'rb', 0) as memory:\n"
+        "        memory.seek(int(start, 16))\n"
+        "        try:\n"
+        "            data = memory.read(int(end, 16) - int(start, 16)) if mode == 'rw' else b''\n"
+        "        except OSError:\n"
+        "            continue\n"
+        "    found += data[::-1].count(b'emasesemases')\n"
+        "print(found, len(HERE))\n"
+    )
+    async with await Session.start(SessionLimits(wall_s=60, cpu_s=30)) as session:
+        await session.write_file("secret", b"sesamesesame")
+        await session.python("text = 'sesamesesame'")
+        assert await session.read_file("secret") == b"sesamesesame"
+        await session.shell("rm secret")
+        assert (await session.python(look.replace("HERE", "''"))).output == "0 0\n"
+        # It does find what is there: its own text, at least.
+        found = await session.python(look.replace("HERE", "'sesamesesame'"))
+        assert int(found.output.split()[0]) > 0
+
+
+async def test_zeros_can_be_read_without_end():
+    async with await Session.start(LIMITS) as session:
+        copied = await session.shell("head -c 3000000 /dev/zero | wc -c; : > /dev/zero")
+        assert copied.output.startswith("3000000\n") and copied.exit_code != 0
 
 
 async def test_output_is_cut_and_cannot_be_a_reply():

@@ -43,7 +43,9 @@ def ask(request):
     numbers = numbers | _EVERYWHERE
 
     def ask(limits, call, *arguments, arch=arch):
-        program = filter_program(request.param, limits, pid=PID, parent=PARENT, parent_group=GROUP)
+        program = filter_program(
+            request.param, limits, pid=PID, parents=(1, PARENT), parent_group=GROUP
+        )
         assert len(program) // 8 < 4096  # what the kernel takes
         number = numbers.get(call, -1) if isinstance(call, str) else call
         return verdict(program, arch, number, *arguments)
@@ -122,6 +124,15 @@ def test_sockets(ask):
         assert ask(limits, "socketpair", 1, 2) == ask(limits, "socketpair", 1, 5) == EPERM
 
 
+@pytest.mark.parametrize("limits", [OPEN, SHUT], ids=["open", "shut"])
+def test_buffers_of_sockets_keep_their_size(ask, limits):
+    for option in (7, 8, 32, 33):
+        assert ask(limits, "setsockopt", 3, 1, option) == NOT_DONE
+    assert ask(limits, "setsockopt", 3, 1, 2) == ask(limits, "setsockopt", 3, 6, 7) == ALLOW
+    for name in {"inotify_init", "inotify_init1"} & ask.numbers.keys():
+        assert ask(limits, name) == EPERM
+
+
 def test_modes_of_files_are_left_as_they_are(ask):
     for name in ("fchmod", "fchmodat", "fchown", "fchownat", "setxattr", "fremovexattr"):
         assert (ask(SHUT, name), ask(OPEN, name)) == (NOT_DONE, ALLOW)
@@ -133,4 +144,4 @@ def test_all_other_calls_are_allowed(ask):
 
 
 def test_a_machine_that_is_not_listed_has_no_filter():
-    assert filter_program("riscv64", SHUT, pid=PID, parent=PARENT, parent_group=GROUP) is None
+    assert filter_program("riscv64", SHUT, pid=PID, parents=(1, PARENT), parent_group=GROUP) is None

@@ -9,7 +9,13 @@ import signal
 from pathlib import Path
 
 import pytest
-from infra.test_ray_servers_run import check_ledger, read_stats, wait_for_last, wait_for_steps
+from infra.test_ray_servers_run import (
+    check_ledger,
+    last_stats,
+    num_steps,
+    wait_for_last,
+    wait_for_steps,
+)
 from tiny_run import PATIENCE_S, areal, overrides, query, wait_until
 
 from areal.cli.demo import recipe_path
@@ -83,13 +89,13 @@ def test_servers_join_and_leave_a_living_run(tmp_path):
         assert query(folder, "SELECT text FROM events WHERE kind = 'server_left'") == [(address,)]
 
         refused(folder)
-        before = len(read_stats(folder))
+        before = num_steps(folder)
         wait_for_steps(run, folder, before + 2)
     finally:
         run.terminate()
         _, err = run.communicate(timeout=PATIENCE_S)
     assert run.returncode == 130, err
-    assert read_stats(folder)[-1]["rollout/staleness_max"] <= 1
+    assert last_stats(folder)["rollout/staleness_max"] <= 1
     assert not (folder / "fleet" / "state.json").exists()
     check_ledger(folder)
 

@@ -204,6 +204,7 @@ def test_valid_dataset_null_switches_the_evaluator_off(tmp_path):
     config = grpo_config(
         tmp_path,
         "valid_dataset=null",
+        "actor.weight_update_mode=direct",
         "evaluator={freq_steps: 1, eval_before_train: true}",
         "total_train_steps=2",
     )

@@ -82,20 +82,17 @@ def test_a_run_from_a_hub_name_with_a_reference_of_its_own(
     assert (run_dir(tmp_path) / "model" / "tokenizer.json").is_file()
 
 
-def test_ranks_fetch_once_and_adapters_name_their_base(hub: LoopbackHub, tmp_path: Path) -> None:
+def test_ranks_and_a_stock_server_fetch_once_and_adapters_name_their_base(
+    hub: LoopbackHub, tmp_path: Path
+) -> None:
+    """The server is given the folder of the cache."""
     commit = hub.branches[NAME]["main"]
     options = ["total_train_steps=1", "actor.backend=fsdp:d2", "actor.use_lora=true"]
+    options += ["rollout.backend=sglang:d1", f"sglang.python={sglang_python(tmp_path)}"]
     finish(train(hub, tmp_path, *options))
     assert hub.fetched(WEIGHTS) == 1
     adapter = json.loads((run_dir(tmp_path) / "model" / "adapter_config.json").read_text())
     assert (adapter["base_model_name_or_path"], adapter["revision"]) == (NAME, commit)
-
-
-def test_a_stock_server_is_given_the_folder_of_the_cache(hub: LoopbackHub, tmp_path: Path) -> None:
-    python = sglang_python(tmp_path)
-    options = ["total_train_steps=2", "rollout.backend=sglang:d1", f"sglang.python={python}"]
-    finish(train(hub, tmp_path, *options))
-    assert hub.fetched(WEIGHTS) == 1
 
 
 def test_each_machine_fetches_once(hub: LoopbackHub, tmp_path: Path) -> None:
@@ -118,8 +115,8 @@ def test_a_killed_run_goes_on_with_the_commit_it_began_with(
     hub: LoopbackHub, tmp_path: Path
 ) -> None:
     first = hub.branches[NAME]["main"]
-    options = ["recover.mode=on", "recover.freq_steps=1", "total_train_steps=40"]
-    process = train(hub, tmp_path, *options)
+    options = ["recover.mode=on", "recover.freq_steps=1", "actor.weight_update_mode=direct"]
+    process = train(hub, tmp_path, *options, "total_train_steps=40")
     deadline = time.monotonic() + 300
     while not list(tmp_path.glob("*/t/recover/step_*/manifest.json")):
         assert process.poll() is None, process.communicate()
@@ -129,15 +126,15 @@ def test_a_killed_run_goes_on_with_the_commit_it_began_with(
     process.communicate()
     move(hub, tmp_path)
     steps = newest_step(run_dir(tmp_path) / "recover") + 1
-    finish(train(hub, tmp_path, *options[:2], f"total_train_steps={steps + 2}"))
+    finish(train(hub, tmp_path, *options, f"total_train_steps={steps + 2}"))
     config = yaml.safe_load((run_dir(tmp_path) / "config.yaml").read_text())
     assert config["actor"]["path"] == f"{NAME}@{first}"
     assert hub.fetched(WEIGHTS) == 1
     # And without the hub.
-    finish(train(hub, tmp_path, *options[:2], f"total_train_steps={steps + 3}", HF_HUB_OFFLINE="1"))
+    finish(train(hub, tmp_path, *options, f"total_train_steps={steps + 3}", HF_HUB_OFFLINE="1"))
     # Another revision is another model.
     hub.branches[NAME]["v2"] = hub.branches[NAME]["main"]
-    process = train(hub, tmp_path, *options[:2], f"actor.path={NAME}@v2")
+    process = train(hub, tmp_path, *options, f"actor.path={NAME}@v2")
     _, err = process.communicate(timeout=900)
     assert process.returncode == 2
     assert "was written under another config: actor.path was" in err.splitlines()[-1]

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import safetensors.numpy
 from cli_process import Program
 from tiny_run import grpo_config, overrides, query, wait_until
 from trainer.test_offline_runs import config_of, rows_of
@@ -21,6 +22,7 @@ from areal.utils.stacks import descendants
 
 pytestmark = pytest.mark.slow
 
+IN_PROCESS = "actor.weight_update_mode=direct"
 ON_POLICY = ("rollout.max_head_offpolicyness=0", "total_train_steps=3", "actor.ppo_n_minibatches=2")
 
 
@@ -36,7 +38,11 @@ def losses(root: Path, trial: str, *more: str, ratio: bool = False) -> list[dict
     run_experiment(config)
     model = RunPaths.of(config).model
     assert (model / "model.safetensors").is_file() and (model / "tokenizer.json").is_file()
-    rows = query(RunPaths.of(config).root, "SELECT stats FROM steps ORDER BY step")
+    root = RunPaths.of(config).root
+    stored = query(root, "SELECT data FROM samples")
+    shown = [safetensors.numpy.load(data) for (data,) in stored]
+    assert any("entropy" in sample for sample in shown), "training told no entropy"
+    rows = query(root, "SELECT stats FROM steps ORDER BY step")
     keys = ("loss", "grad_norm", "entropy/avg", "advantages/max", "n_tokens", "lr")
     keys += ("tree_token_ratio",) if ratio else ()
     return [{key: json.loads(row)[f"actor/{key}"] for key in keys} for (row,) in rows]
@@ -44,8 +50,8 @@ def losses(root: Path, trial: str, *more: str, ratio: bool = False) -> list[dict
 
 @pytest.fixture(scope="module")
 def alone(root) -> list[dict[str, float]]:
-    """One rank, in the controller."""
-    return losses(root, "alone")
+    """One rank and the inference engine, in the controller."""
+    return losses(root, "alone", IN_PROCESS)
 
 
 def step_of(stats: dict[str, float]) -> dict[str, float]:
@@ -59,11 +65,6 @@ def check_same(found: list[dict[str, float]], expected: list[dict[str, float]]) 
         assert step == pytest.approx(other, rel=1e-4, abs=1e-5)
 
 
-def test_two_ranks_train_as_one(root, alone):
-    by_broadcast = "actor.weight_update_mode=xccl"
-    check_same(losses(root, "two", "actor.backend=archon:d2", by_broadcast), alone)
-
-
 def test_two_stages_train_as_one(root, alone):
     """The embedding of this model is its head too, so the first stage and the last share it."""
     stages = ("actor.backend=archon:p2", "actor.archon.pp_schedule=1F1B")
@@ -71,11 +72,17 @@ def test_two_stages_train_as_one(root, alone):
 
 
 @pytest.mark.parametrize(
-    "layout", [("archon:d2",), ("archon:p2", "actor.archon.pp_schedule=1F1B")], ids=["d2", "p2"]
+    "layout",
+    [
+        ("archon:d2", "actor.weight_update_mode=xccl"),
+        ("archon:p2", "actor.archon.pp_schedule=1F1B"),
+    ],
+    ids=["d2", "p2"],
 )
-def test_a_loss_by_import_path_trains_as_the_shipped_one(root, alone, layout):
-    """The same formula as a user's function, on data-parallel ranks and on stages of a pipeline.
-    It also computes rows without an advantage, over which other statistics are taken."""
+def test_ranks_train_as_one_by_a_loss_by_import_path(root, alone, layout):
+    """The formula of the shipped loss as a user's function, on data-parallel ranks that broadcast
+    their weights, and on stages of a pipeline. It also computes rows without an advantage, over
+    which other statistics are taken."""
     own = ("actor.policy_loss=sample_losses.clipped", "actor.eps_clip_higher=null")
     backend, *more = layout
     found = losses(root, f"own-{backend[-2:]}", f"actor.backend={backend}", *more, *own)
@@ -86,8 +93,8 @@ def test_trees_on_two_ranks_train_as_one(root, alone):
     """Samples of one prompt are on one rank, which computes the prompt once."""
     trees = ("actor.enable_tree_training=true", "actor.mb_spec.n_mbs=1")
     found = [
-        losses(root, f"trees{backend[-2:]}", f"actor.backend={backend}", *trees, ratio=True)
-        for backend in ("archon:d1", "archon:d2")
+        losses(root, f"trees{backend[-2:]}", f"actor.backend={backend}", *more, *trees, ratio=True)
+        for backend, *more in (("archon:d1", IN_PROCESS), ("archon:d2",))
     ]
     for step, other in zip(*found, strict=True):
         ratio, ratio_alone = step.pop("tree_token_ratio"), other.pop("tree_token_ratio")

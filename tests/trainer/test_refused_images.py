@@ -115,8 +115,15 @@ def test_an_evaluation_refuses_images_before_it_begins(tmp_path, workflow):
 
 
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
-def test_exported_chats_with_images_are_refused(tmp_path, kind):
-    seen = [{"role": "user", "content": [{"type": "image", "image": "sha256:00"}]}]
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ([{"type": "image", "image": "sha256:00"}], "images, and the loader chats reads text"),
+        (5, "the content of a message is a text or a list of parts, found 5"),
+    ],
+)
+def test_exported_chats_without_text_are_refused(tmp_path, kind, content, says):
+    seen = [{"role": "user", "content": content}]
     reply = {"role": "assistant", "content": "1"}
     row = {"messages": [*seen, reply]}
     if kind == "dpo":
@@ -126,7 +133,5 @@ def test_exported_chats_with_images_are_refused(tmp_path, kind):
     config = load(tmp_path, kind, f"train_dataset.path={file}")
     config.train_dataset.dataset_kwargs = {"loader": "chats"}
     tokenizer = build_char_tokenizer(tmp_path)
-    with pytest.raises(
-        ValueError, match="row 0, column .* images, and the loader chats reads text"
-    ):
+    with pytest.raises(ValueError, match=f"row 0, column .* {says}"):
         get_custom_dataset("train", config.train_dataset, tokenizer)

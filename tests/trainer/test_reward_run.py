@@ -19,10 +19,11 @@ ASCII_TERMINAL = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
 
 def train(root, *more, env=None, program=Program):
+    """With the inference engine in the run's own process."""
     return program(
         "train",
         recipe_path("arithmetic_grpo.yaml"),
-        *overrides(root, "recover.retries=0", *more),
+        *overrides(root, "recover.retries=0", "actor.weight_update_mode=direct", *more),
         cwd=root,
         env={
             "PYTHONPATH": os.pathsep.join(str(Path(__file__).parents[i]) for i in (1, 2)),
@@ -41,6 +42,7 @@ def test_half_a_character_in_an_error_is_a_failure_like_others(tmp_path):
         "reward_fn=sample_faults.sometimes_half_a_character",
         "workflow_kwargs.reward_kwargs={max_retries: 0}",
         "rollout.max_failure_ratio=0.9",
+        "total_train_steps=2",
         env={**ASCII_TERMINAL, "PYTHONIOENCODING": "ascii"},
         program=areal,  # these variables are read when an interpreter starts
     )

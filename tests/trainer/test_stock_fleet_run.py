@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 from engine.remote.test_vllm_remote import write_model
-from infra.test_ray_servers_run import check_ledger, read_stats, wait_for_last, wait_for_steps
+from infra.test_ray_servers_run import (
+    check_ledger,
+    last_stats,
+    num_steps,
+    wait_for_last,
+    wait_for_steps,
+)
 from sglang_server import sglang_python
 from tiny_run import areal, overrides, query
 
@@ -23,6 +29,7 @@ FLEET = [
     "rollout.workers=2",
     "rollout.max_head_offpolicyness=1",
     "total_train_steps=100000",  # it ends when the test has seen what it waits for
+    "reward_fn=sample_rewards.slow_digit_share",  # else the waiting run would keep a core busy
     "rollout.setup_timeout=900",  # on a machine that is shared
 ]
 
@@ -70,9 +77,9 @@ def test_a_kill_of_each_kind(tmp_path, options, server):
         wait_for_last(run, folder, lambda stats: stats["server/restarts"] == 1)
         os.kill(processes_of(run.pid, "rollout_worker/1")[0], signal.SIGKILL)
         wait_for_last(run, folder, lambda stats: stats["rollout/workers_replaced"] == 1)
-        last = read_stats(folder)[-1]
+        last = last_stats(folder)
         assert last["server/servers"] == 2 and last["rollout/staleness_max"] <= 1
-        before = len(read_stats(folder))
+        before = num_steps(folder)
         os.kill(processes_of(run.pid, "actor/1")[0], signal.SIGKILL)  # from its recover point
         wait_for_last(run, folder, lambda stats: stats["server/restarts"] == 0)
         wait_for_steps(run, folder, before + 3)
@@ -82,6 +89,6 @@ def test_a_kill_of_each_kind(tmp_path, options, server):
     assert run.returncode == 130, err
     assert "was ended by signal SIGKILL" in err and "; starting another" in err
     assert query(folder, "SELECT count(*) FROM events WHERE kind = 'resumed'") == [(1,)]
-    assert read_stats(folder)[-1]["server/servers"] == 2
+    assert last_stats(folder)["server/servers"] == 2
     assert not any(Path(f"/proc/{pid}").exists() for pid in servers)
     check_ledger(folder)

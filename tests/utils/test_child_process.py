@@ -81,7 +81,7 @@ def test_the_last_lines_are_shown_and_the_log_has_all(tmp_path):
 
 def test_without_a_log_the_last_lines_are_shown():
     child = python("import sys\nfor i in range(200): print(i, file=sys.stderr)")
-    assert child.wait(10) == 0
+    assert child.wait(900) == 0
     with pytest.raises(RuntimeError) as caught:
         child.raise_if_ended()
     assert str(caught.value).splitlines()[1:] == [str(i) for i in range(150, 200)]
@@ -108,7 +108,7 @@ def test_what_a_dead_child_leaves_ends_with_it(signum):
     grandchild = int(child.wait_ready(timeout_s=10))
     assert is_running(grandchild)
     os.kill(child.pid, signum)
-    assert child.wait(10) == -signum
+    assert child.wait(900) == -signum
     wait_until(lambda: not is_running(grandchild))
 
 

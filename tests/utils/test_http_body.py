@@ -47,6 +47,7 @@ class Drawing(Body):
     shapes: Items[Annotated[Circle | Label, Field(discriminator="type")]] = []
     paint: Paint = Paint()
     ids: Annotated[Items[int], Expect("a list of ids")] = []
+    pair: Annotated[Items[int], Field(min_length=1, max_length=2)] = [1]
     note: Any = None
 
 
@@ -71,6 +72,8 @@ def test_an_honest_body():
         ({"title": ["a", 3]}, "title[1]: expected a text, got 3"),
         ({"title": "\ud800"}, "title: expected a text or a list, got '\\ud800'"),
         ({"ids": [1, "2"]}, "ids: expected a list of ids, got [1, '2']"),
+        ({"pair": [1, 2, 3]}, "pair: expected a list of at most 2 items, got [1, 2, 3]"),
+        ({"pair": []}, "pair: expected a list that is not empty, got []"),
         ({"ids": [True]}, "ids: expected a list of ids, got [True]"),
         ({"shapes": [3]}, "shapes[0]: expected a JSON object, got 3"),
         ({"shapes": [{}]}, "shapes[0].type: expected a text, got nothing"),

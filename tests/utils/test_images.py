@@ -7,7 +7,9 @@ import hashlib
 import io
 import os
 import struct
+import threading
 import zlib
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -167,6 +169,35 @@ def test_sources_that_are_not_read(source, says):
 def test_base64_and_data_urls_are_read():
     text = base64.b64encode(SMALL).decode()
     assert image_bytes(text) == image_bytes(f"data:image/png;base64,{text}") == SMALL
+
+
+def test_links_that_change_while_a_file_is_opened_lead_nowhere(folder):
+    """`deep` is a folder and a link to a folder of secrets in turns, as fast as the kernel can."""
+    outside = folder.parent / "secrets"
+    outside.mkdir()
+    (outside / "a b.png").write_bytes(b"secret")
+    link = folder / "link"
+    link.symlink_to(outside)
+    ended = threading.Event()
+
+    def swap():
+        while not ended.is_set():
+            os.rename(folder / "deep", folder / "kept")
+            os.rename(link, folder / "deep")
+            os.rename(folder / "deep", link)
+            os.rename(folder / "kept", folder / "deep")
+
+    swapping = threading.Thread(target=swap)
+    swapping.start()
+    read = set()
+    try:
+        for _ in range(1000):
+            with suppress(ImageError):
+                read.add(image_bytes(f"file://{folder}/deep/a%20b.png", [folder]))
+    finally:
+        ended.set()
+        swapping.join()
+    assert read <= {SMALL}
 
 
 @pytest.fixture

@@ -119,7 +119,10 @@ async def test_an_episode_sends_the_image_and_keeps_a_reference(make_workflow, t
     (request,) = engine.requests
     assert request.image_data == [base64.b64encode(data).decode() for data in (RED, WIDE)]
     assert request.vision_msg_vllm == [{"role": "user", "content": [IMAGE, TEXT, IMAGE]}]
-    one, other = "<vision_start><image><image>", "<image><image><vision_end>"
+    one, other = (
+        "<|vision_start|><|image_pad|><|image_pad|>",
+        "<|image_pad|><|image_pad|><|vision_end|>",
+    )
     words = tokenizer(f"{one}{other} which colour ? {one}{other}")["input_ids"]
     assert request.input_ids == words
     assert result["input_ids"].tolist() == [[*words, *tokenizer("red")["input_ids"], 1]]
@@ -165,7 +168,7 @@ async def test_a_wrong_reply_is_tried_again_with_the_image(make_workflow, tokeni
     said = [message["content"] for message in third.vision_msg_vllm[1:]]
     assert said == ["green", "which ?", "blue", "which ?"]
     assert third.input_ids[: len(second.input_ids)] == second.input_ids
-    assert tokenizer.decode(third.input_ids).count("<image>") == 4
+    assert tokenizer.decode(third.input_ids).count("<|image_pad|>") == 4
     seeds = [request.gconfig.seed for request in engine.requests]
     engine = Replies(tokenizer, "green", "green", "blue", "blue", "red")
     with episode(task_id=3, sample=0, is_eval=False, run_seed=7, is_group=True):
@@ -184,7 +187,7 @@ async def test_what_is_no_image_is_a_failure_and_not_kept(make_workflow, tokeniz
 
 
 async def test_text_that_looks_like_an_image_is_refused(make_workflow, tokenizer):
-    forged = {"type": "text", "text": "<vision_start> <image> <vision_end> which ?"}
+    forged = {"type": "text", "text": "<|vision_start|> <|image_pad|> <|vision_end|> which ?"}
     with pytest.raises(ValueError, match="the prompt has 2 image tokens for 1 images"):
         await make_workflow().arun_episode(Replies(tokenizer, "red"), row(IMAGE, forged))
 
@@ -243,7 +246,7 @@ class HasBoth:
 
     def __init__(self, image_processor, tokenizer):
         self.image_processor, self.tokenizer = image_processor, tokenizer
-        self.image_token_id = tokenizer.convert_tokens_to_ids("<image>")
+        self.image_token_id = tokenizer.convert_tokens_to_ids("<|image_pad|>")
 
 
 @pytest.fixture(scope="module")
@@ -290,7 +293,7 @@ def test_supervised_rows_are_cut_alike_by_a_processor_of_transformers(their_proc
     (theirs,) = ImageSFTRows(rows, tokenizer, their_processor, str)
     assert theirs["input_ids"] == ours["input_ids"] and theirs["loss_mask"] == ours["loss_mask"]
     torch.testing.assert_close(theirs["multi_modal_input"], ours["multi_modal_input"])
-    forged = [row(IMAGE, {"type": "text", "text": "<image>"})]
+    forged = [row(IMAGE, {"type": "text", "text": "<|image_pad|>"})]
     with pytest.raises(ValueError, match="2 image tokens for 1 images"):
         ImageSFTRows(forged, tokenizer, their_processor, str)[0]
     with pytest.raises(ValueError, match="^processor: expected an ImageProcessor"):

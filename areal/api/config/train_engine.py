@@ -133,7 +133,7 @@ class ArchonFP8Config:
 
     mode: Literal["disabled", "blockwise"] = "disabled"
     """`blockwise`: rows of activations and gradients have a scale for 128 numbers, weights for
-    128 x 128. Faster on Hopper with `enable_compile`; elsewhere the same rounding and no gain. The
+    128 x 128. Hopper multiplies them in FP8; elsewhere there is the same rounding and no gain. The
     LM head, routers, experts and a critic's score head keep the model's dtype."""
     exclude_modules: list[str] = field(default_factory=list)
     """Linear layers that keep the model's dtype: those with one of these in their names, like

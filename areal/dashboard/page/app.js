@@ -249,7 +249,7 @@ async function drawSeconds(run, params) {
     h("div", { id: "verdict" }, found.verdicts.map((one) => h("p", {}, one))),
     drawShares("Trainer", "time of the controller's loop", found.trainer),
     found.servers.length ? drawShares("Servers", "seconds of all inference servers", found.servers)
-      : [h("h2", {}, "Servers"), h("p", { class: "dim" }, "Not measured: only native servers report when they compute, and not across a replacement.")],
+      : [h("h2", {}, "Servers"), h("p", { class: "dim" }, "Not measured yet: it takes two steps with the same servers.")],
     found.rollout.length > 0 && drawShares("Rollout", "lives of the prompts of these steps, together", found.rollout),
   ];
 }

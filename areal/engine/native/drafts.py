@@ -14,21 +14,25 @@ drafts are checked only while that promises a gain (`best_length`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from areal.engine.native.sampler import has_rare_options
 from areal.engine.native.sequence import Sequence
 
 _MATCH = 3  # tokens that must stand elsewhere
-_PLACES = 4  # places of the same tokens that are remembered, the newest
+_PLACES = 4  # places of the same tokens that are compared, the newest
 _MAX_COMPARED = 32  # tokens before a place that are compared, to find the best one
 _MIN_GAIN = 1.05
 _NEWEST = 1 / 16  # weight of one token in the measured share
-# To index a text costs the host about a microsecond a token: short outputs are not worth it, nor is
+# To index a text costs the host up to a microsecond a token: short outputs are not worth it, nor is
 # the far end of a long prompt.
 _MIN_OUTPUT = 32
 _MAX_PROMPT = 1024
+# Packed numbers: token ids within a key, and of a place its text above its position.
+_BITS = 32
+_LOW = (1 << _BITS) - 1
+_KEY = (1 << _BITS * _MATCH) - 1
 
 
 @dataclass(slots=True, eq=False)
@@ -41,13 +45,18 @@ class _Text:
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """The texts of all requests with one prompt."""
+    """The texts of all requests with one prompt.
+
+    The index is of plain numbers, packed: a tuple and a list for each token would make Python's
+    garbage collector scan the whole process again and again, for seconds at a time.
+    """
 
     prompt: tuple[int, ...]
     num_members: int = 0
     _texts: list[_Text] = field(default_factory=list)
-    # _MATCH tokens -> the texts they stand in, and the position after them
-    _places: dict[tuple[int, ...], list[tuple[_Text, int]]] = field(default_factory=dict)
+    # A place is a text and the position after _MATCH tokens of it.
+    _newest: dict[int, int] = field(default_factory=dict)  # key of _MATCH tokens -> place
+    _earlier: dict[int, int] = field(default_factory=dict)  # place -> place of the same tokens
 
     def add(self, tokens: list[int] | tuple[int, ...]) -> None:
         self._texts.append(_Text(tokens))
@@ -63,7 +72,7 @@ class _Group:
             recent = [*self.prompt[len(recent) - _MATCH :], *recent]
         best: tuple[_Text, int] | None = None
         longest = 0
-        for text, place in reversed(self._places.get(tuple(recent[-_MATCH:]), ())):
+        for text, place in self._places(_key(recent[-_MATCH:])):
             if place < len(text.tokens) and (length := _match(text, place, recent)) > longest:
                 best, longest = (text, place), length
         if best is None:
@@ -71,15 +80,32 @@ class _Group:
         text, place = best
         return list(text.tokens[place : place + min(limit, longest)])
 
+    def _places(self, key: int) -> Iterator[tuple[_Text, int]]:
+        """Newest first."""
+        packed = self._newest.get(key)
+        for _ in range(_PLACES):
+            if packed is None:
+                return
+            yield self._texts[packed >> _BITS], packed & _LOW
+            packed = self._earlier.get(packed)
+
     def _index(self) -> None:
-        for text in self._texts:
-            tokens, end = text.tokens, len(text.tokens)
-            for place in range(text.num_indexed + 1, end + 1):
-                places = self._places.setdefault(tuple(tokens[place - _MATCH : place]), [])
-                places.append((text, place))
-                if len(places) > _PLACES:
-                    del places[0]
-            text.num_indexed = max(text.num_indexed, end)
+        newest, earlier = self._newest, self._earlier
+        for number, text in enumerate(self._texts):
+            end = len(text.tokens)
+            if text.num_indexed >= end:
+                continue
+            start = text.num_indexed + 1 - _MATCH
+            key = _key(text.tokens[start : text.num_indexed])
+            place = number << _BITS | text.num_indexed
+            for token in text.tokens[text.num_indexed :]:
+                key = (key << _BITS | token) & _KEY
+                place += 1
+                known = newest.get(key)
+                if known is not None:
+                    earlier[place] = known
+                newest[key] = place
+            text.num_indexed = end
 
 
 @dataclass(slots=True, eq=False)
@@ -164,6 +190,13 @@ def num_equal(draft: Iterable[int], drawn: Iterable[int]) -> int:
             break
         count += 1
     return count
+
+
+def _key(tokens: Iterable[int]) -> int:
+    key = 0
+    for token in tokens:
+        key = key << _BITS | token
+    return key
 
 
 def _expected(share: float, length: int) -> float:

@@ -111,7 +111,7 @@ class NativeEngine:
             states=None if num_states is None else PagePool(num_states, 1),
         )
         self.adapters = AdapterBank(model)
-        self._folder, self._is_merged = folder, False
+        self._folder, self.is_merged = folder, False
         self._make_runner = partial(
             make_runner,
             model,
@@ -290,7 +290,7 @@ class NativeEngine:
                 f"named adapter beside it, got {self._folder} and {self.adapters.names}"
             )
         else:
-            self._is_merged = True
+            self.is_merged = True
             self._write(list(merged(adapter, self._folder)))
         self._go_on_with(version, recompute_kv)
 
@@ -298,7 +298,7 @@ class NativeEngine:
         """Serve the adapter of a PEFT folder to requests with this `lora_name`."""
         tensors, alpha = read_peft(folder)
         adapter = read_adapter(self.model, tensors.items(), alpha=alpha)
-        if self._is_merged or not self._adds_by_row(adapter):
+        if self.is_merged or not self._adds_by_row(adapter):
             raise ValueError(
                 "lora_name: named adapters are served on a CPU, by one process, not on layers of "
                 "experts and not beside a merged one; make a model of it with areal merge"

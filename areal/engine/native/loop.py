@@ -19,8 +19,7 @@ loop: all pending requests get the cause, later orders are refused with it, and 
 The engine thread never blocks: results are queued here once per step. On exit, unfinished requests
 are discarded; a client disconnect ends the wait.
 
-`BusyIntervals` are merged intervals of wall time in which the engine computed. The controller draws
-them beside its own phases in a run's trace, to show that generation overlaps training.
+Its time, computing and not (server_time.py), goes into the statistics and into a run's trace.
 """
 
 from __future__ import annotations
@@ -29,10 +28,8 @@ import asyncio
 import math
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -41,6 +38,7 @@ import torch
 from areal.engine.native.engine import NativeEngine
 from areal.engine.native.sequence import Finished, GenRequest, Progress
 from areal.engine.native.wire import Refusal, Reply
+from areal.engine.server_time import BusyIntervals, IdleTime
 from areal.utils import logging, perf_tracer
 
 logger = logging.getLogger("NativeEngineLoop")
@@ -364,67 +362,3 @@ class Receiver:
 
 
 _COUNT_S = 0.1  # between two counts of requests in a trace
-_MERGE_GAP_S = 0.005  # gaps between consecutive steps are far below this
-_MAX_INTERVALS = 10_000
-
-
-class IdleTime:
-    """Seconds of the engine thread outside its steps, by cause. Written by that thread, read by any
-    other.
-
-    no_request   nothing to generate
-    paused       `pause`
-    offloaded    the device is lent to training
-    control      commands: loading weights, offloading, aborting
-    """
-
-    def __init__(self) -> None:
-        self._totals: dict[str, float] = {
-            "no_request": 0.0,
-            "paused": 0.0,
-            "offloaded": 0.0,
-            "control": 0.0,
-        }
-        self._current: tuple[str, float] | None = None
-
-    @contextmanager
-    def spent(self, cause: str) -> Iterator[None]:
-        began = time.monotonic()
-        self._current = (cause, began)
-        try:
-            yield
-        finally:
-            self._current = None
-            self._totals[cause] += time.monotonic() - began
-
-    def stats(self) -> dict[str, float]:
-        """With the time of a wait that goes on."""
-        current, totals = self._current, dict(self._totals)
-        if current is not None:
-            totals[current[0]] += time.monotonic() - current[1]
-        return {f"{cause}_s": seconds for cause, seconds in totals.items()}
-
-
-class BusyIntervals:
-    """Written by the engine thread, read by any other; drops the oldest when full."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._intervals: deque[list[float]] = deque(maxlen=_MAX_INTERVALS)  # [start, end]
-        self.total_s = 0.0  # of all intervals, also dropped ones
-
-    def add(self, start: float, end: float) -> None:
-        """One step ran from `start` to `end` (`time.time()`), after all steps added before."""
-        with self._lock:
-            if self._intervals and start - self._intervals[-1][1] < _MERGE_GAP_S:
-                last = self._intervals[-1][1]
-                self._intervals[-1][1] = max(end, last)
-                self.total_s += max(0.0, end - last)
-            else:
-                self._intervals.append([start, end])
-                self.total_s += end - start
-
-    def since(self, time: float) -> list[tuple[float, float]]:
-        """(start, end) of work after `time`; passing the last end returns no interval twice."""
-        with self._lock:
-            return [(max(start, time), end) for start, end in self._intervals if end > time]

@@ -91,8 +91,9 @@ def _check_prefill(model: Decoder, max_prefill_tokens: int | None) -> None:
 
 def kernels_take(model: Decoder) -> bool:
     """Whether the kernels support it: what args describe, but for latent attention, for experts
-    beyond a plain choice of the most probable, for blocks of a family's own other than hybrid ones,
-    and for recurrent layers in FP8, over ranks or of heads that are no tiles."""
+    beyond a plain choice of the most probable and a gated shared one, for blocks of a family's own
+    other than hybrid ones, and for recurrent layers in FP8, over ranks or of heads that are no
+    tiles."""
     args = model.args
     if args.latent is not None or not (args.moe is None or args.moe.is_plain):
         return False

@@ -43,13 +43,13 @@ from areal.api.io_struct import (
     check_token,
     check_versions,
 )
-from areal.engine.native.loop import BusyIntervals
 from areal.engine.remote.deadlines import Deadlines
 from areal.engine.remote.protocol import Draft, Result, ServerProtocol, bad_reply
 from areal.engine.remote.router import RequestRouter, Server, SingleFlight, retry_delay_s
 from areal.engine.remote.server_control import BadReplyError, ServerEndedError, ServerError
 from areal.engine.remote.server_pool import ServerPool
 from areal.engine.remote.update_gate import GateState, UpdateGate
+from areal.engine.server_time import InFlight
 from areal.utils import logging
 from areal.utils.perf_tracer import trace_generation
 from areal.utils.waits import waiting
@@ -109,10 +109,10 @@ class GenerateClient:
         max_context: int | None,
         vocab_size: int | None,
         counts: Counter[str],
-        busy: BusyIntervals,
+        in_flight: InFlight,
     ) -> None:
         """`counts` gets `replies_refused`, and after a failure `requests_resent` and `tokens_kept`;
-        `busy` gets when exchanges were in flight."""
+        `in_flight` gets when exchanges ran."""
         self.events = asyncio.get_running_loop()
         self._protocol = protocol
         self._pool = pool
@@ -125,8 +125,7 @@ class GenerateClient:
         # Single-flight by address: shared by all exchanges that lost one server.
         self._verdicts, self._replacements = SingleFlight(), SingleFlight()
         self._counts = counts
-        self._busy = busy
-        self._busy_since = 0.0  # time.time() at the start of the first exchange in flight
+        self._in_flight = in_flight
         self._open: set[asyncio.Future[None]] = set()  # of all pending calls
         self._outbox: list[_Call] = []  # calls of this tick
         self._exchanges: dict[asyncio.Task, _Exchange] = {}
@@ -247,8 +246,6 @@ class GenerateClient:
             exchange = _Exchange(server, calls_by_rid, num_wanted=len(share))
             for call in share:
                 call.exchange = exchange
-            if not self._exchanges:
-                self._busy_since = time.time()
             task = exchange.task = self.events.create_task(self._carry(exchange))
             self._exchanges[task] = exchange
             task.add_done_callback(self._exchanges.pop)
@@ -314,7 +311,6 @@ class GenerateClient:
         finally:
             for call in calls:
                 self._router.give_back(server, call.draft.request.input_ids, call.cost)
-            self._busy.add(self._busy_since, time.time())
 
     async def _exchange(self, exchange: _Exchange) -> None:
         entry = GateState() if self._gate is None else await self._enter(self._gate, exchange)
@@ -330,11 +326,12 @@ class GenerateClient:
             results = self._protocol.generate(
                 self._session_of(address), address, drafts, entry.version
             )
-            async with self._deadlines.limit(), aclosing(results):
-                async for rid, result in results:
-                    self._take(exchange, entry, rid, result)
-                    if rid in exchange.closed and not exchange.waiting:
-                        break
+            with self._in_flight.request(address):
+                async with self._deadlines.limit(), aclosing(results):
+                    async for rid, result in results:
+                        self._take(exchange, entry, rid, result)
+                        if rid in exchange.closed and not exchange.waiting:
+                            break
         finally:
             exchange.entry = None
             if self._gate is not None:
@@ -554,7 +551,7 @@ def _settled(exchange: _Exchange, rid: str) -> _Call | None:
     return None if call.future.done() else call
 
 
-_CLOSE_S = 10.0  # a live event loop needs milliseconds
+_CLOSE_S = 60.0  # a live event loop needs milliseconds, or seconds with thousands of requests
 
 
 def close_on_its_loop(
@@ -568,7 +565,12 @@ def close_on_its_loop(
     elif runs_here(events):
         events.create_task(close(), name="client-close")
     else:
-        asyncio.run_coroutine_threadsafe(close(), events).result(_CLOSE_S)
+        try:
+            asyncio.run_coroutine_threadsafe(close(), events).result(_CLOSE_S)
+        except TimeoutError:
+            logger.warning(
+                "connections to servers are not closed after %g s: left to end", _CLOSE_S
+            )
 
 
 def runs_here(events: asyncio.AbstractEventLoop) -> bool:

@@ -37,7 +37,6 @@ from typing import TYPE_CHECKING, Any
 
 from areal.api.engine_api import InferenceEngine
 from areal.api.io_struct import ModelRequest, ModelResponse, Sample, WeightUpdateMeta
-from areal.engine.native.loop import BusyIntervals
 from areal.engine.native.scoring import padded_scores, token_lists
 from areal.engine.remote.admission import (
     LOOK_S,
@@ -54,6 +53,7 @@ from areal.engine.remote.server_process import ServerProcess
 from areal.engine.remote.server_reports import server_reports
 from areal.engine.remote.update_gate import UpdateGate
 from areal.engine.remote.weight_senders import CollectiveSender, DeltaSender
+from areal.engine.server_time import Intervals, ServerTimes
 
 if TYPE_CHECKING:
     import torch
@@ -75,10 +75,10 @@ class RemoteEngine(InferenceEngine):
 
     Tokens at or beyond `vocab_size` are refused; `max_context` is the servers' limit on prompt and
     output tokens. `processes` are those of the servers, in the order of `addrs`; without them no
-    server is restarted. `max_restarts` bounds restarts between two weight updates. Copies of this
-    engine in other processes find restarted servers, and the version where it is counted here, in
-    `address_file` and a file beside it. With `awaits_weights` the servers may have any: send them
-    some before the first request.
+    server is restarted. `max_restarts` bounds restarts between two weight updates, or batches of
+    `compute_logp`. Copies of this engine in other processes find restarted servers, and the version
+    where it is counted here, in `address_file` and a file beside it. With `awaits_weights` the
+    servers may have any: send them some before the first request.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class RemoteEngine(InferenceEngine):
 
     def __getstate__(self) -> dict[str, Any]:
         """Training ranks and rollout workers have copies with their own connections."""
-        own = {"_client": None, "_counts": Counter(), "_busy": None, "_updating": None}
+        own = {"_client": None, "_counts": Counter(), "_times": None, "_updating": None}
         return {**self.__dict__, **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -140,7 +140,7 @@ class RemoteEngine(InferenceEngine):
     def _start_here(self) -> None:
         """What each process has for itself."""
         self._client: GenerateClient | None = None
-        self._busy = BusyIntervals()  # when requests were in flight
+        self._times = ServerTimes()  # of servers that do not measure it
         self._reported: dict[str, dict[str, float]] = {}  # by each server, when last asked
         self._updating = threading.Lock()
 
@@ -150,6 +150,7 @@ class RemoteEngine(InferenceEngine):
 
     def initialize(self) -> None:
         self._pool.open(awaits_weights=self._awaits_weights)
+        self._times.follow(self.servers)
         if self._gate is None or self._pool.is_copy:
             return
         if self._awaits_weights:
@@ -257,9 +258,11 @@ class RemoteEngine(InferenceEngine):
 
     def pause_generation(self) -> None:
         self._pool.set_paused(True)
+        self._times.begin("paused")
 
     def continue_generation(self) -> None:
         self._pool.set_paused(False)
+        self._times.end("paused")
 
     def update_weights(
         self,
@@ -289,6 +292,7 @@ class RemoteEngine(InferenceEngine):
         if self._gate is None or self._pool.version != meta.version:
             self._pool.note_weights(meta.version, self._lasting_order(meta))
             if self._gate is not None:
+                self._book_update(self._gate)
                 self._gate.open(meta.version)
         self._joining.admit(meta.version)
 
@@ -312,6 +316,7 @@ class RemoteEngine(InferenceEngine):
         with ThreadPoolExecutor(count, thread_name_prefix="score") as threads:
             for index, answer in enumerate(threads.map(score, range(count))):
                 scores[index::count] = answer
+        self._pool.num_recent = 0  # servers of a teacher get no weight updates
         return padded_scores(scores, data)
 
     def weight_checksums(self) -> dict[str, Checksums]:
@@ -327,11 +332,13 @@ class RemoteEngine(InferenceEngine):
         if not self._protocol.offloads:
             raise NotImplementedError(f"a {self._protocol.kind} cannot leave its device")
         self._deadlines.stop()
+        self._times.begin("offloaded")
         self._pool.offload(tags)
 
     def onload(self, tags: Sequence[str] | None = None) -> None:
         self._pool.onload(tags)
         if not self._pool.offloaded:
+            self._times.end("offloaded")
             self._deadlines.resume()
 
     def get_version(self) -> int:
@@ -368,6 +375,9 @@ class RemoteEngine(InferenceEngine):
             total["version"] = min(stats["version"] for stats in answers)
         else:
             total["version"] = self._gate.version
+            self._times.follow([control.address for control in by_server])
+            self._book_update(self._gate)
+            total |= self._times.stats()
         return {
             **total,
             **{name: self._counts[name] for name in _COUNTS},
@@ -383,12 +393,18 @@ class RemoteEngine(InferenceEngine):
     def add_counts(self, counts: Mapping[str, int]) -> None:
         self._counts.update(counts)
 
-    def busy_intervals(self, since: float) -> dict[str, list[tuple[float, float]]]:
+    def take_in_flight(self) -> dict[str, Intervals]:
+        return {} if self._gate is None else self._times.in_flight.take()
+
+    def add_in_flight(self, intervals: Mapping[str, Intervals]) -> None:
+        self._times.add_busy(intervals)
+
+    def busy_intervals(self, since: float) -> dict[str, Intervals]:
         """Per server address, when it computed after `since` (`time.time()`): for the trace. For
         servers that do not report it, when requests were in flight."""
         answers = self._pool.on_all(lambda c: self._protocol.busy_intervals(c, since))
         found = {c.address: intervals for c, intervals in answers.items() if intervals is not None}
-        return found or {", ".join(self.servers): self._busy.since(since)}
+        return found or self._times.busy_since(since)
 
     def _loading(
         self, meta: WeightUpdateMeta, named_tensors: Iterator[tuple[str, torch.Tensor]] | None
@@ -439,10 +455,17 @@ class RemoteEngine(InferenceEngine):
             self._resume_unless_paused()
         except BaseException as err:
             # Servers may have part of the new weights, so no version is consistent any more.
+            self._book_update(gate)
             gate.fail(f"no weights serve: version {version} did not load: {err}")
             raise
         if not self._pool.is_copy:
+            self._book_update(gate)
             gate.open(version)
+
+    def _book_update(self, gate: UpdateGate) -> None:
+        """The time since a weight update closed the gate, here or in a copy."""
+        if (closed_at := gate.closed_at) is not None:
+            self._times.add("control", closed_at, time.time())
 
     def _interrupt_all(self, gate: UpdateGate) -> None:
         """Returns when no request is in flight and the gate is closed; resumes all on an error."""
@@ -460,6 +483,7 @@ class RemoteEngine(InferenceEngine):
                         "the event loop that generates is blocked"
                     )
         except BaseException:
+            self._book_update(gate)
             gate.open(gate.version)
             with suppress(RuntimeError):  # the original error matters more
                 self._resume_unless_paused()
@@ -482,7 +506,7 @@ class RemoteEngine(InferenceEngine):
                 max_context=self._max_context,
                 vocab_size=self._vocab_size,
                 counts=self._counts,
-                busy=self._busy,
+                in_flight=self._times.in_flight,
             )
         elif not runs_here(client.events):
             raise RuntimeError("agenerate was called from two event loops; use one engine per loop")

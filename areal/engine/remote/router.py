@@ -58,6 +58,7 @@ class _Group:
 class RequestRouter:
     def __init__(self, addresses: Iterable[str]) -> None:
         self.servers = [Server(address) for address in addresses]
+        self._followed: Sequence[str] = ()
         self._groups: dict[tuple[int, ...], _Group] = {}  # by prompt
         # The server of each beginning, by a hash: a wrong guess costs time only. Oldest first.
         self._homes: OrderedDict[int, Server] = OrderedDict()
@@ -86,9 +87,11 @@ class RequestRouter:
         server.avoided_until = max(server.avoided_until, time.monotonic() + for_s)
 
     def follow(self, addresses: Sequence[str]) -> None:
-        """These are the servers from now on. One that is replaced has another address."""
-        if addresses == [server.address for server in self.servers]:
+        """These are the servers from now on. One that is replaced has another address. The same
+        list again costs nothing: it must not change."""
+        if addresses is self._followed:
             return
+        self._followed = addresses
         for server in self.servers:
             if server.address not in addresses:
                 server.avoided_until = math.inf  # its prompts no longer attract requests
@@ -116,7 +119,8 @@ class RequestRouter:
         return chosen
 
     def _least_loaded(self) -> Server:
-        return min(self.servers, key=lambda server: (server.is_avoided, server.tokens_in_flight))
+        now = time.monotonic()
+        return min(self.servers, key=lambda one: (one.avoided_until > now, one.tokens_in_flight))
 
 
 def _beginnings(prompt: tuple[int, ...]) -> list[int]:

@@ -86,6 +86,14 @@ class ControlClient:
                     raise
             time.sleep(0.05)
 
+    def comes_back(self, timeout_s: float) -> bool:
+        """Whether it answers again within this time after a lost connection."""
+        try:
+            self.wait_until_healthy(timeout_s)
+        except ServerError:
+            return False
+        return True
+
     def is_healthy(self) -> bool:
         """Whether it reports healthy. A loading server may refuse or not answer."""
         try:

@@ -60,8 +60,8 @@ _ANSWER_S = 5.0  # timeout of a copy's health probe
 
 class ServerPool:
     """`processes` are those of the servers, in the order of `addresses`, or none; `max_restarts`
-    bounds restarts between two weight updates. `address_file` must be readable by every process of
-    the run; without it copies only retry."""
+    bounds restarts between two weight updates, or scored batches. `address_file` must be readable
+    by every process of the run; without it copies only retry."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class ServerPool:
         self._setup_timeout_s = setup_timeout_s
         self._processes = dict(zip(addresses, processes, strict=False))  # by current address
         self._max_restarts = max_restarts
-        self._num_recent = 0  # restarts since the last weight update
+        self.num_recent = 0  # restarts since the last weight update, or batch that was scored
         self.num_restarts = 0
         self._forbidden: str | None = None  # why servers are not restarted
         self._file = address_file
@@ -91,6 +91,7 @@ class ServerPool:
         self._restarting: str | None = None  # address of the ended server being replaced
         self.awaiting: dict[str, str] = {}  # servers that join with the next weights: their tokens
         self.controls = tuple(map(self.connect, addresses))  # replaced as a whole
+        self._accepting: tuple[object, object, list[str]] = (None, None, [])  # and what it is of
         self._moved: dict[str, str | None] = {}  # address of a lost server -> of its replacement
         self.version: int | None = None  # of the live weights, once noted
         self._weights: WeightOrder | None = None  # loads them, if anything can
@@ -116,9 +117,15 @@ class ServerPool:
 
     @property
     def accepting(self) -> list[str]:
-        """Servers that get new requests: those that do not drain, unless all others are lost."""
-        addresses, draining = self.addresses, self._draining
-        return [one for one in addresses if one not in draining] or addresses
+        """Servers that get new requests: those that do not drain, unless all others are lost. The
+        same list while nothing changes: every request asks."""
+        controls, draining, accepting = self._accepting
+        if controls is not self.controls or draining is not self._draining:
+            controls, draining = self.controls, self._draining
+            addresses = [control.address for control in controls]
+            accepting = [one for one in addresses if one not in draining] or addresses
+            self._accepting = controls, draining, accepting
+        return accepting
 
     @property
     def receivers(self) -> tuple[ControlClient, ...]:
@@ -262,7 +269,7 @@ class ServerPool:
         self.expect_weights(version)
         with self._changing:
             self.version, self._weights = version, order
-            self._num_recent, self._forbidden = 0, None
+            self.num_recent, self._forbidden = 0, None
             newcomers, self._newcomers = self._newcomers, set()
             if order is None and version > 0:
                 self._forbidden = (
@@ -449,7 +456,7 @@ class ServerPool:
             return None
         if address != control.address:
             return self.connect(address)
-        if isinstance(error, ServerLostError) and _comes_back(control):
+        if isinstance(error, ServerLostError) and control.comes_back(_COME_BACK_S):
             return control
         process = self._processes.get(address)
         is_closed = process is not None and process.is_closed  # the run is ending
@@ -499,8 +506,8 @@ class ServerPool:
         """The new address. EngineLostError says how the last one ended if the budget is spent."""
         if self._forbidden is not None:
             raise EngineLostError(f"{end}; it cannot be replaced: {self._forbidden}")
-        while self._num_recent < self._max_restarts:
-            self._num_recent += 1
+        while self.num_recent < self._max_restarts:
+            self.num_recent += 1
             self.num_restarts += 1
             logger.warning("%s; starting another", end)
             try:
@@ -589,11 +596,3 @@ def _follow(moved: dict[str, str | None], address: str) -> str | None:
     while found is not None and found in moved:
         found = moved[found]
     return found
-
-
-def _comes_back(control: ControlClient) -> bool:
-    try:
-        control.wait_until_healthy(_COME_BACK_S)
-    except ServerError:
-        return False
-    return True

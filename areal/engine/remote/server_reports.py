@@ -29,5 +29,7 @@ def server_reports(protocol: ServerProtocol, pool: ServerPool) -> list[dict[str,
         return found | {name: stats[name] for name in ("running", "waiting") if name in stats}
 
     states = pool.states()
+    if not states:  # all are lost
+        return []
     with ThreadPoolExecutor(len(states), thread_name_prefix="server-reports") as threads:
         return list(threads.map(report, states, states.values()))

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,7 @@ class GateState(NamedTuple):
     num_closes: int = 0
     is_open: bool = True
     failure: str | None = None
+    closed_at: float = 0.0  # `time.time()` when it was last closed
 
 
 class UpdateGate:
@@ -60,6 +62,12 @@ class UpdateGate:
     @property
     def version(self) -> int:
         return self._read().version
+
+    @property
+    def closed_at(self) -> float | None:
+        """`time.time()` since when it is closed; None while it is open."""
+        state = self._read()
+        return None if state.is_open else state.closed_at
 
     async def enter(self, timeout_s: float) -> GateState:
         """Waits while the gate is closed. TimeoutError after `timeout_s`.
@@ -96,7 +104,9 @@ class UpdateGate:
 
     def close(self) -> None:
         state = self._read()
-        self._set(state._replace(num_closes=state.num_closes + 1, is_open=False))
+        since = time.time() if state.is_open else state.closed_at
+        closes = state.num_closes + 1
+        self._set(state._replace(num_closes=closes, is_open=False, closed_at=since))
 
     def begin_load(self) -> None:
         """The weights of the servers change from now on."""

@@ -8,8 +8,8 @@ of the distribution a token was drawn from (`--logprobs-mode processed_logprobs`
 A prompt with images goes to /v1/chat/completions, as the messages of `vision_msg_vllm`: the reply
 has the tokens that vLLM made of them, which must be those of the request.
 
-Weights come from a folder, or through a process group that the workers join with vllm_worker.py
-(`--worker-extension-cls`).
+Weights come from a folder, or by vLLM's weight-transfer API through a process group that the
+workers join: vllm_worker.py is the backend (`--weight-transfer-config`).
 
 A head tied to the embedding is sent to vLLM as a separate weight: its `reload_weights` does not
 update a tied head on the CPU, which would keep stale weights.
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,8 @@ from areal.weight_sync.hf_folder import folder_with_lm_head
 
 MODEL_NAME = "areal"  # the served model name, whatever the folder
 _PACKAGE = Path(__file__).absolute().parents[2]  # areal
-_EXTENSION = "areal.engine.remote.vllm_worker.WeightReceiver"
+_EXTENSION = "areal.engine.remote.vllm_worker.WorkerDevice"
+_TRANSFER = json.dumps({"backend": "areal"})  # which the extension's module registers
 _GATE = "areal.engine.remote.token_gate.VLLMTokenGate"
 _FIRST_VERSION = "default"  # vLLM's value before any update
 _MAX_STOPS = 4
@@ -181,12 +183,14 @@ class VLLMProtocol(StockProtocol):
         return _on_workers(control, "areal_device")
 
     def join_group(self, control: ControlClient, place: GroupPlace) -> None:
-        _on_workers(control, "areal_join", **asdict(place))
+        control.post("/init_weight_transfer_engine", init_info=asdict(place))
 
     def receive(self, control: ControlClient, group: str, meta: WeightUpdateMeta) -> None:
         order = {"version": meta.version, "with_lm_head": self.wants_lm_head()}
-        _on_workers(control, "areal_take", group=group, **order)
-        _note_version(control, meta.version)
+        _start_update(control)
+        control.post("/update_weights", update_info={"group": group, **order})
+        control.post("/finish_weight_update", weight_version=str(meta.version))
+        _on_workers(control, "reset_encoder_cache")  # what the old weights made of images
 
     def served_version(self, control: ControlClient) -> int | None:
         noted = control.get("/weight_info").get("weight_version")
@@ -263,6 +267,16 @@ def _cached_tokens(answer: dict[str, Any]) -> int:
     return details.get("cached_tokens") or 0
 
 
+_SERVER_ENV = {
+    "VLLM_SERVER_DEV_MODE": "1",  # opens /pause, /resume, /collective_rpc
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # whose last lines are kept for error messages
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75",  # longer than our client keeps idle connections
+    # Pinned to cores, it would compete with the trainer for them.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+
+
 def launch_vllm_server(
     model_path: str | Path,
     *,
@@ -313,6 +327,7 @@ def launch_vllm_server(
         "max-cpu-loras": None if lora_rank is None else _KEPT_ADAPTERS,
         "logprobs-mode": "processed_logprobs",
         "worker-extension-cls": _EXTENSION,
+        "weight-transfer-config": _TRANSFER,
         "middleware": _GATE,
     }
     flags = {
@@ -322,16 +337,11 @@ def launch_vllm_server(
         "enable-prompt-tokens-details": True,
     }
     env = {
+        **_SERVER_ENV,
         "PYTHONPATH": str(_folder_of_areal(scratch / "packages")),
         "VLLM_API_KEY": token,
-        "VLLM_SERVER_DEV_MODE": "1",  # opens /pause, /resume, /collective_rpc
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "0" if lora_rank is None else "1",
-        "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # whose last lines are kept for error messages
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75",  # longer than our client keeps idle connections
         "VLLM_CPU_KVCACHE_SPACE": str(cpu_cache_gb),
-        # Pinned to cores, it would compete with the trainer for them.
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(threads),
     }
     return launch_server(
@@ -365,6 +375,17 @@ def _on_workers(control: ControlClient, method: str, **kwargs: Any) -> list[Any]
     if "results" not in answer:
         raise ServerError(f"{control.kind} {control.address}: {method} answered {answer}")
     return answer["results"]
+
+
+def _start_update(control: ControlClient) -> None:
+    try:
+        control.post("/start_weight_update")
+    except ServerRefusedError:
+        # A sender that was killed between two routes leaves its update open; nothing of it is
+        # loaded. Of any other refusal the second start tells.
+        with suppress(ServerRefusedError):
+            control.post("/finish_weight_update")
+        control.post("/start_weight_update")
 
 
 def _note_version(control: ControlClient, version: int) -> None:

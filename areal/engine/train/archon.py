@@ -17,7 +17,7 @@ With `config.is_critic` the model has a score head in place of the LM head, and 
 log-probabilities; a critic that starts from a language model has value 0 everywhere at first. With
 `config.use_lora` only adapters are trained and saved; inference gets them alone, or merged weights.
 Rows of a batch may have images (`multi_modal_input`, io_struct.py) if the model has a tower; with
-`config.freeze_vision_tower` that is not trained.
+`config.freeze_vision_tower` that is not trained, and on one rank looks at an image once a step.
 A batch with `routed_experts` (io_struct.py) is computed by these experts. With
 `config.archon.fp8_forward` every forward computes what a native server in FP8 computes; with
 `config.archon.fp8_config` linear layers multiply in FP8, forward and backward.
@@ -41,7 +41,7 @@ from areal.api.io_struct import SaveLoadMeta
 from areal.engine.train.base import BaseTrainEngine, reshard, run_each
 from areal.engine.train.export import StageLink, Weights, stream_weights
 from areal.engine.train.fit import check_archon, check_replay
-from areal.engine.train.images import MicroImages, no_images, read_images
+from areal.engine.train.images import FrozenSights, MicroImages, no_images, read_images
 from areal.engine.train.micro_batches import MicroBatch, OutputFn
 from areal.engine.train.optimizer import MasterOptimizer
 from areal.engine.train.packing import head_outputs, token_outputs, trace_on_ranks
@@ -80,6 +80,7 @@ class ArchonEngine(BaseTrainEngine[Decoder, MasterOptimizer]):
         super().__init__(config, seed=seed)
         self.shares_prefixes = config.enable_tree_training
         self._pipeline: Pipeline | None = None  # None without pipeline parallelism
+        self._sights: FrozenSights | None = None  # None where a tower is trained or sharded
 
     def _dims_of(self, strategy: ParallelStrategy) -> ParallelDims:
         return ParallelDims.of(strategy, num_replicas=self.config.archon.num_replicas)
@@ -145,6 +146,9 @@ class ArchonEngine(BaseTrainEngine[Decoder, MasterOptimizer]):
                 alpha=self.config.lora_alpha,
                 target_modules=self.config.target_modules,
             )
+        is_alone = self._mesh is None and self.config.optimizer is not None
+        if is_alone and model.tower is not None and not _is_trained(model.tower):
+            self._sights = FrozenSights(model.look, model.args.vision_args.num_tokens)
 
     def _fill(self, model: Decoder) -> None:
         path = self._folder
@@ -177,6 +181,14 @@ class ArchonEngine(BaseTrainEngine[Decoder, MasterOptimizer]):
 
     def _checkpointed(self) -> nn.Module:
         return self.model
+
+    def load(self, meta: SaveLoadMeta) -> None:
+        self._forget_sights()
+        super().load(meta)
+
+    def _forget_sights(self) -> None:
+        if self._sights is not None:
+            self._sights.clear()
 
     def _load_hf(self, path: str) -> None:
         load_hf(self.model, path)
@@ -219,7 +231,8 @@ class ArchonEngine(BaseTrainEngine[Decoder, MasterOptimizer]):
 
     def _token_outputs(self, mb: MicroBatch) -> tuple[torch.Tensor, ...]:
         if mb.tree is None:
-            return token_outputs(self.model, mb.data, self.config, self._mesh, mb.images)
+            context = (self.config, self._mesh, mb.images, self._sights)
+            return token_outputs(self.model, mb.data, *context)
         return self._tree_outputs(mb.data, mb.tree)
 
     def _tree_outputs(self, data: dict[str, Any], tree: PrefixTree) -> tuple[torch.Tensor, ...]:
@@ -278,7 +291,12 @@ class ArchonEngine(BaseTrainEngine[Decoder, MasterOptimizer]):
         return StageLink(self._pipeline.layout, group, reaches_receiver, self.device)
 
     def _move(self, device: torch.device | str) -> None:
+        self._forget_sights()
         for part in self._parts:
             part.to(device)
         if self._optimizer is not None:
             self._optimizer.follow_model(device)
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())

@@ -3,7 +3,8 @@
     packed rows with `multi_modal_input` -> read_images -> MicroImages, or None without images
 
 Rows whose pixels are one tensor (the samples of a prompt) share its images: the tower computes them
-once. Pixels stay where they are until the micro-batch is computed.
+once. Pixels stay where they are until the micro-batch is computed. What a tower that is not trained
+makes of them is kept while they are in memory (`FrozenSights`): the passes of a step look once.
 
 On several ranks a sharded tower runs on all or none: `BaseTrainEngine` gives micro-batches without
 images a blank one (`no_images`), whose embedding no token takes.
@@ -13,24 +14,27 @@ Shape legend: T tokens of the micro-batch, I image tokens among them.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from areal.models.common.args import DecoderArgs
 from areal.models.vision.args import VisionArgs
 from areal.models.vision.positions import image_spans, rotary_positions
-from areal.models.vision.tower import Images
+from areal.models.vision.tower import Images, Sight
 from areal.utils.data import MULTI_MODAL_KEY
 
 _KEYS = ("pixel_values", "image_grid_thw")
+_MAX_KEPT_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class MicroImages:
-    images: Images
+    shown: tuple[Images, ...]  # each with pixels of its own
     positions_3T: torch.Tensor | None  # None: those of text
     rows_I: torch.Tensor  # the tokens that take an embedding
     source_I: torch.Tensor  # which of the tower's embeddings, in the order of the images
@@ -43,18 +47,72 @@ class MicroImages:
         rows_I, source_I = self.rows_I[is_own_I] - start, self.source_I[is_own_I]
         return replace(self, positions_3T=None, rows_I=rows_I, source_I=source_I)
 
-    def inputs(self) -> tuple[Images, torch.Tensor, torch.Tensor]:
+    def inputs(
+        self, sights: FrozenSights | None = None
+    ) -> tuple[Images | Sight, torch.Tensor, torch.Tensor]:
         """Arguments of a decoder's forward, on the device of its tokens."""
-        device, pixels = self.rows_I.device, self.images.pixels
-        if device.type == "cuda" and not pixels.is_cuda:
-            pixels = pixels.pin_memory()  # else the copy waits for all work launched before it
-        images = Images(pixels.to(device, non_blocking=True), self.images.grids)
-        return images, self.rows_I, self.source_I
+        device = self.rows_I.device
+        seen = _uploaded(self.shown, device) if sights is None else sights.of(self.shown, device)
+        return seen, self.rows_I, self.source_I
+
+
+def _uploaded(shown: Sequence[Images], device: torch.device) -> Images:
+    images = Images.concat(shown)
+    pixels = images.pixels
+    if device.type == "cuda" and not pixels.is_cuda:
+        pixels = pixels.pin_memory()  # else the copy waits for all work launched before it
+    return Images(pixels.to(device, non_blocking=True), images.grids)
+
+
+class FrozenSights:
+    """What a tower that is not trained made of images, by their pixel tensors, and no longer than
+    these exist; up to 1 GiB, the newest. `num_tokens` of a grid."""
+
+    def __init__(
+        self, look: Callable[[Images], Sight], num_tokens: Callable[[Sequence[int]], int]
+    ) -> None:
+        self._look, self._num_tokens = look, num_tokens
+        self._known = WeakIdKeyDictionary()  # pixels -> Sight; oldest first
+
+    @torch.no_grad()
+    def of(self, shown: Sequence[Images], device: torch.device) -> Sight:
+        """The embeddings of all of them, in order."""
+        new = [images for images in shown if images.pixels not in self._known]
+        if new:
+            whole, start = self._look(_uploaded(new, device)), 0
+            for images in new:
+                end = start + sum(map(self._num_tokens, images.grids.tolist()))
+                self._known[images.pixels] = _copied(whole[start:end])
+                start = end
+        found = Sight.concat([self._known[images.pixels] for images in shown])
+        self._make_room()
+        return found
+
+    def clear(self) -> None:
+        self._known.clear()
+
+    def _make_room(self) -> None:
+        sizes = [(pixels, _num_bytes(sight)) for pixels, sight in self._known.items()]
+        excess = sum(size for _, size in sizes) - _MAX_KEPT_BYTES
+        for pixels, size in sizes:
+            if excess <= 0:
+                return
+            del self._known[pixels]
+            excess -= size
+
+
+def _copied(sight: Sight) -> Sight:
+    """A slice would keep all of what it is cut from."""
+    return Sight(sight.tokens_ID.clone(), tuple(x_ID.clone() for x_ID in sight.deepstack))
+
+
+def _num_bytes(sight: Sight) -> int:
+    return sum(x_ID.nbytes for x_ID in (sight.tokens_ID, *sight.deepstack))
 
 
 def no_images(args: VisionArgs, device: torch.device) -> MicroImages:
     none = torch.zeros(0, dtype=torch.int64, device=device)
-    return MicroImages(Images.blank(args, device), None, none, none)
+    return MicroImages((Images.blank(args, device),), None, none, none)
 
 
 def read_images(
@@ -114,13 +172,13 @@ def _join(
             first += end - start
             blocks.append((num_tokens, num_tokens + start, num_tokens + end))
         num_tokens += len(tokens_S)
-    if not distinct:
+    if not rows:  # none, or tensors of no image
         return None
 
     def upload(parts: list[np.ndarray], axis: int = 0) -> torch.Tensor:
         return torch.from_numpy(np.concatenate(parts, axis)).to(device)
 
-    images = Images.concat([images for images, _ in distinct.values()])
+    shown = tuple(images for images, _ in distinct.values())
     positions_3T = upload(positions, axis=1) if args.has_axes else None
     seen = tuple(blocks) if args.is_bidirectional else ()
-    return MicroImages(images, positions_3T, upload(rows), upload(source), seen)
+    return MicroImages(shown, positions_3T, upload(rows), upload(source), seen)

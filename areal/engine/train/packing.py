@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from areal.api.config.train_engine import TrainEngineConfig
 from areal.api.routed_experts import ROUTED_KEY
 from areal.engine.invariant_attention import InvariantPackedAttention
-from areal.engine.train.images import MicroImages
+from areal.engine.train.images import FrozenSights, MicroImages
 from areal.engine.train.logprobs import VocabPart, next_token_logprobs
 from areal.models.common.attention import Attend, PackedAttention
 from areal.models.common.decoder import Decoder
@@ -211,14 +211,16 @@ def token_outputs(
     config: TrainEngineConfig,
     mesh: ParallelMesh | None,
     images: MicroImages | None = None,
+    sights: FrozenSights | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """log p of the next token and entropy, `[T]`, or a critic's values `[T]`.
 
-    At a sequence's last token, log p and entropy are undefined.
+    At a sequence's last token, log p and entropy are undefined. `sights` of a tower that is not
+    trained, and not sharded.
     """
     laid = pack_micro_batch(mb, config, mesh, images=images)
     replay_experts(model, laid.routed_tLK)
-    seen = () if laid.images is None else laid.images.inputs()
+    seen = () if laid.images is None else laid.images.inputs(sights)
     hidden_tD = model(laid.tokens_t, laid.positions_t, laid.attend, *seen)
     return outputs_of(model, hidden_tD, laid, config, mesh)
 

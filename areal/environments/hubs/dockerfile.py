@@ -9,11 +9,12 @@ Unsupported, with the line: other stages, files of other images, archives, packa
 
 from __future__ import annotations
 
-import json
 import posixpath
 import re
 import shlex
 from dataclasses import dataclass, field
+
+from areal.api.json_text import JsonError, loads
 
 # About the container, which there is not, or the process it starts, which Harbor does not.
 _WITHOUT_EFFECT = frozenset(
@@ -116,8 +117,8 @@ def _instructions(text: str) -> list[tuple[int, str, str]]:
         if begun.rstrip().endswith("\\"):
             begun = begun.rstrip()[:-1] + " "
             continue
-        keyword, _, rest = begun.strip().partition(" ")
-        found.append((first, keyword.upper(), rest.strip()))
+        keyword, *rest = begun.split(maxsplit=1)
+        found.append((first, keyword.upper(), "".join(rest).strip()))
         begun = ""
     if begun:
         raise Unsupported(f"environment/Dockerfile:{first}: the last line is continued by none")
@@ -133,12 +134,19 @@ def _command(rest: str) -> tuple[tuple[str, ...], str]:
         rest = rest.lstrip()
     if "<<" in rest:
         raise Unsupported("RUN with a here-document cannot be stood in for; use && or a script")
-    if rest.startswith("["):
-        argv = json.loads(rest)
-        if not argv or not all(isinstance(word, str) for word in argv):
-            raise Unsupported("RUN [...] must be a list of texts")
-        return tuple(argv), " ".join(argv)
-    return ("sh", "-c", rest), rest
+    argv = _listed(rest)
+    return (tuple(argv), " ".join(argv)) if argv else (("sh", "-c", rest), rest)
+
+
+def _listed(rest: str) -> list[str] | None:
+    """The texts of a JSON list; None for anything else, which a shell reads: `[ -f x ] && y`."""
+    try:
+        given = loads(rest) if rest.startswith("[") else None
+    except JsonError:
+        return None
+    if given is not None and not (given and all(isinstance(word, str) for word in given)):
+        raise Unsupported(f"{rest[:100]} must be a list of texts")
+    return given
 
 
 def _copy(keyword: str, rest: str, known: dict[str, str], workdir: str) -> Copy:
@@ -149,7 +157,7 @@ def _copy(keyword: str, rest: str, known: dict[str, str], workdir: str) -> Copy:
         if not flag.startswith(("--chown=", "--link")):
             raise Unsupported(f"{keyword} {flag} cannot be stood in for")
         rest = rest.lstrip()
-    words = json.loads(rest) if rest.startswith("[") else shlex.split(rest)
+    words = _listed(rest) or shlex.split(rest)
     *sources, target = [_expanded(word, known) for word in words] or [""]
     if not sources:
         raise Unsupported(f"{keyword} needs a source and a target")

@@ -97,7 +97,7 @@ class HarborEnvs:
         try:
             return await self._read_all(bridge)
         finally:
-            self._reader.close()
+            bridge.process.kill()  # alone: another event loop may be reading by its own
 
     async def _read_all(self, bridge: Bridge) -> list[Task]:
         tasks: list[Task] = []

@@ -13,6 +13,7 @@ needs that no sandbox has.
 from __future__ import annotations
 
 import io
+import os
 import posixpath
 import stat
 import tarfile
@@ -28,6 +29,7 @@ from areal.sandbox.session_init import WORKSPACE
 REWARDS = ("/logs/verifier/reward.json", "/logs/verifier/reward.txt")  # in Harbor's order
 _IMAGES = ("debian", "python", "ubuntu")  # that a machine with Python stands in for
 _COMPOSE = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
+_MAX_DOCKERFILE = 1 << 20
 # Keys of task.toml that ask for more than a sandbox has, by section.
 _BEYOND = {
     "": ("steps",),
@@ -102,10 +104,10 @@ class Task:
 
     def copied(self, action: Copy) -> bytes:
         """An archive for `write_tree("/")`."""
-        return pack(_copied(self.folder / "environment", action))
+        return _pack(_copied(self.folder / "environment", action), self.limits)
 
     def tests(self) -> bytes:
-        return pack(_tree(self.folder / "tests", "/tests"))
+        return _pack(_tree(self.folder / "tests", "/tests"), self.grading)
 
 
 def task_of(given: Mapping[str, Any], options: Options) -> Task:
@@ -126,7 +128,7 @@ def task_of(given: Mapping[str, Any], options: Options) -> Task:
         )
     plan = _plan(folder / "environment", environment, options)
     if environment.get("workdir"):
-        plan.workdir = environment["workdir"]
+        plan.workdir = posixpath.normpath(environment["workdir"])
     env = {**plan.env, **_plain(environment.get("env"), "environment.env")}
     copies = [one for one in plan.actions if isinstance(one, Copy)]
     folders = [_target_folder(folder / "environment", one) for one in copies]
@@ -158,7 +160,7 @@ def _plan(folder: Path, environment: Mapping[str, Any], options: Options) -> Pla
             raise Unsupported(f"environment/{name}: several containers cannot be stood in for")
     file, image = folder / "Dockerfile", environment.get("docker_image")
     if file.is_file():
-        plan = read(file.read_text(encoding="utf-8"), skip_installs=options.skip_installs)
+        plan = read(_text(file), skip_installs=options.skip_installs)
         plan.image = image or plan.image
     else:
         plan = Plan(image=image or "", workdir=WORKSPACE)
@@ -171,6 +173,21 @@ def _plan(folder: Path, environment: Mapping[str, Any], options: Options) -> Pla
             "list it in env_kwargs.images"
         )
     return plan
+
+
+def _text(file: Path) -> str:
+    """Unsupported if it cannot be read, is no text, or is too long to be meant."""
+    try:
+        with file.open("rb") as opened:
+            data = opened.read(_MAX_DOCKERFILE + 1)
+    except OSError as error:
+        raise Unsupported(f"environment/Dockerfile cannot be read: {error.strerror}") from error
+    if len(data) > _MAX_DOCKERFILE:
+        raise Unsupported(f"environment/Dockerfile has more than {_MAX_DOCKERFILE} bytes")
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise Unsupported(f"environment/Dockerfile is not UTF-8: {error}") from error
 
 
 def _stands_in(image: str, accepted: list[str]) -> bool:
@@ -215,7 +232,7 @@ def _plain(env: Mapping[str, str] | None, key: str) -> dict[str, str]:
     return dict(env or {})
 
 
-Files = Iterator[tuple[str, bytes, int]]  # path, content, mode
+Files = Iterator[tuple[str, Path, Path]]  # its path there, its path here, the folder to stay in
 
 
 def _sources(context: Path, action: Copy) -> list[Path]:
@@ -231,8 +248,7 @@ def _sources(context: Path, action: Copy) -> list[Path]:
             raise Unsupported(f"environment/Dockerfile copies {pattern!r}, which does not exist")
         sources += found
     for source in sources:
-        if not source.resolve().is_relative_to(context.resolve()):
-            raise Unsupported(f"{source} leads out of its folder")
+        _refuse_outside(source, context)
     return sources
 
 
@@ -256,31 +272,46 @@ def _copied(context: Path, action: Copy) -> Files:
         elif source != context / "Dockerfile":
             is_folder = action.target.endswith("/")
             target = action.target + source.name if is_folder else action.target
-            yield target, _contents(source, context), _mode(source)
+            yield target, source, context
 
 
 def _tree(folder: Path, target: str, without: Path | None = None) -> Files:
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path != without:
             name = posixpath.join(target, path.relative_to(folder).as_posix())
-            yield name, _contents(path, folder), _mode(path)
+            yield name, path, folder
 
 
-def _contents(path: Path, folder: Path) -> bytes:
-    if not path.resolve().is_relative_to(folder.resolve()):
+def _refuse_outside(path: Path, folder: Path) -> None:
+    if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
         raise Unsupported(f"{path} leads out of its folder")
-    return path.read_bytes()
 
 
-def _mode(path: Path) -> int:
-    return stat.S_IMODE(path.stat().st_mode) | 0o600
-
-
-def pack(files: Files) -> bytes:
-    packed = io.BytesIO()
+def _pack(files: Files, limits: SessionLimits) -> bytes:
+    """Unsupported for what a session with `limits` has no room for, or nobody can read."""
+    packed, left = io.BytesIO(), limits.disk_mb << 20
     with tarfile.open(fileobj=packed, mode="w") as archive:
-        for name, data, mode in files:
+        for name, path, folder in files:
+            _refuse_outside(path, folder)
+            data, mode = _contents(path, left)
+            left -= len(data)
             entry = tarfile.TarInfo(name.lstrip("/"))
-            entry.size, entry.mode = len(data), mode
+            entry.size, entry.mode = len(data), mode | 0o600
             archive.addfile(entry, io.BytesIO(data))
     return packed.getvalue()
+
+
+def _contents(path: Path, max_bytes: int) -> tuple[bytes, int]:
+    """(bytes, mode) of a plain file. A pipe is not waited for, nor a device read."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(fd, "rb") as file:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode):
+                raise Unsupported(f"{path} is neither a file nor a folder")
+            data = file.read(max_bytes + 1)
+    except OSError as error:
+        raise Unsupported(f"{path} cannot be read: {error.strerror}") from error
+    if len(data) > max_bytes:
+        raise Unsupported(f"{path} does not fit any more; raise env_kwargs.max_disk_mb")
+    return data, stat.S_IMODE(found.st_mode)

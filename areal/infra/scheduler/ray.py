@@ -16,10 +16,11 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -34,7 +35,8 @@ from areal.api.scheduler_api import (
 from areal.infra.scheduler.role_table import RoleTable
 from areal.infra.worker import Answer, EngineHost
 from areal.sandbox.process import RUN_FOLDER
-from areal.utils import logging, perf_tracer
+from areal.utils import logging, perf_tracer, stacks
+from areal.utils.fs import open_private, private_folder
 from areal.utils.perf_tracer import FOLDER_VARIABLE
 
 logger = logging.getLogger("RayScheduler")
@@ -42,6 +44,8 @@ logger = logging.getLogger("RayScheduler")
 _GIGABYTE = 1 << 30
 _ROOM_S = 30.0  # for Ray to reschedule a worker of a lost machine
 _LOOK_S = 1.0  # between two attempts
+_LOST = (RayActorError, OutOfMemoryError)  # the second: killed by Ray, whose machine ran short
+_SHARED_VARIABLES = (RUN_FOLDER, FOLDER_VARIABLE, stacks.VARIABLE)
 _MAX_OVERLAPPING = 100_000  # calls in flight per worker; Ray's default is 1,000
 
 
@@ -85,7 +89,7 @@ class RayScheduler(Scheduler):
             raise WorkerTimeoutError(
                 role, f"Ray started not all workers within {timeout:g} s; free resources: {free}"
             ) from None
-        except RayActorError as error:
+        except _LOST as error:
             raise WorkerFailedError(role, str(error)) from error
         return [Worker(f"{role}/{i}", ip) for i, (ip, _) in enumerate(addresses)]
 
@@ -151,7 +155,7 @@ class RayScheduler(Scheduler):
                 answer = await asyncio.wrap_future(reply.future())
         except TimeoutError:
             raise WorkerTimeoutError(worker_id, f"no answer within {timeout_s:g} s") from None
-        except RayActorError as error:
+        except _LOST as error:
             raise WorkerFailedError(worker_id, str(error)) from error
         return answer.result_or_raise(worker_id)
 
@@ -184,6 +188,8 @@ class _RayWorker:
     """One worker. Ray runs its methods one at a time, in call order."""
 
     def __init__(self, folder: str, name: str) -> None:
+        _log_into_the_run(name)
+        stacks.listen()  # before anything can hang; without it SIGUSR1 would end this process
         perf_tracer.start_below(name)
         self._host = EngineHost()
         os.chdir(folder)  # so that relative paths resolve as in the controller
@@ -213,6 +219,16 @@ class _OverlappingRayWorker(_RayWorker):
         return await self._host.call_async(*order)
 
 
+def _log_into_the_run(name: str) -> None:
+    """Output of this process goes to a file beside the controller's, as that of a local worker."""
+    if root := os.environ.get(RUN_FOLDER):
+        logs = Path(root) / "logs"
+        private_folder(logs)
+        with open_private(logs / f"{name.replace('/', '')}.log", "a") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+
+
 def _start(group: PlacementGroup, job: Job, index: int) -> Any:
     bundle = group.bundle_specs[index]
     rank = {
@@ -224,7 +240,7 @@ def _start(group: PlacementGroup, job: Job, index: int) -> Any:
         **({} if job.overlapping else rank),
         "OMP_NUM_THREADS": str(int(bundle["CPU"])),
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-        **{name: os.environ.get(name, "") for name in (RUN_FOLDER, FOLDER_VARIABLE)},
+        **{name: os.environ.get(name, "") for name in _SHARED_VARIABLES},
         **job.spec_of(index).env_vars,
     }
     place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
@@ -275,5 +291,5 @@ def _wait(reply: Any, worker_id: str, timeout_s: float) -> Any:
         return ray.get(reply, timeout=timeout_s)
     except GetTimeoutError:
         raise WorkerTimeoutError(worker_id, f"no answer within {timeout_s:g} s") from None
-    except RayActorError as error:
+    except _LOST as error:
         raise WorkerFailedError(worker_id, str(error)) from error

@@ -102,8 +102,10 @@ class MoEArgs:
 
     @property
     def is_plain(self) -> bool:
-        """Whether a layer is nothing but the weighted sum of the most probable experts."""
-        return not self.shared_dim and self.num_groups == 1 and self.weight_scale == 1.0
+        """Whether a layer is the weighted sum of the most probable experts, and at most a gated
+        shared feed-forward."""
+        has_plain_sum = self.shared_gate or not self.shared_dim
+        return has_plain_sum and self.num_groups == 1 and self.weight_scale == 1.0
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.num_experts:

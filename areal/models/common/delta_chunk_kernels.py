@@ -158,6 +158,20 @@ def states_kernel(
 
 
 @triton.jit
+def _scores(
+    mixed_ptr, sums_ptr, row, inside, stride, n,
+    N: tl.constexpr, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Queries and sums of a chunk, and how much each token reads of those up to its own [C, C]."""
+    head = n // (N // H)
+    q = _tile(mixed_ptr, row, inside, stride, head * K, K)
+    k = _tile(mixed_ptr, row, inside, stride, (H + head) * K, K)
+    sums = tl.load(sums_ptr + row * N + n, inside, 0.0)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * _falling(sums, inside, C, False)
+    return q, sums, scores
+
+
+@triton.jit
 def outputs_kernel(
     mixed_ptr, sums_ptr, writes_ptr, states_ptr, bounds_ptr, out_ptr, stride,
     N: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
@@ -166,13 +180,9 @@ def outputs_kernel(
     m, n, column = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BV
     row, inside, _ = _rows(bounds_ptr, m, C)
     dtype: tl.constexpr = mixed_ptr.dtype.element_ty
-    head = n // (N // H)
-    q = _tile(mixed_ptr, row, inside, stride, head * K, K)
-    k = _tile(mixed_ptr, row, inside, stride, (H + head) * K, K)
-    sums = tl.load(sums_ptr + row * N + n, inside, 0.0)
+    q, sums, scores = _scores(mixed_ptr, sums_ptr, row, inside, stride, n, N, H, K, C, PRECISION)
     place = tl.arange(0, K)[:, None] * V + column + tl.arange(0, BV)[None, :]
     state = tl.load(states_ptr + (m.to(tl.int64) * N + n) * K * V + place)
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * _falling(sums, inside, C, False)
     out = tl.dot(q, state, input_precision=PRECISION) * tl.exp(sums)[:, None]
     writes = _tile(writes_ptr + n * V, row, inside, N * V, column, BV)
     out += tl.dot(scores.to(dtype), writes, input_precision=PRECISION)
@@ -189,11 +199,7 @@ def values_back_kernel(
     m, n, column = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BV
     row, inside, _ = _rows(bounds_ptr, m, C)
     dtype: tl.constexpr = mixed_ptr.dtype.element_ty
-    head = n // (N // H)
-    q = _tile(mixed_ptr, row, inside, stride, head * K, K)
-    k = _tile(mixed_ptr, row, inside, stride, (H + head) * K, K)
-    sums = tl.load(sums_ptr + row * N + n, inside, 0.0)
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * _falling(sums, inside, C, False)
+    _, _, scores = _scores(mixed_ptr, sums_ptr, row, inside, stride, n, N, H, K, C, PRECISION)
     d_out = _tile(d_out_ptr + n * V, row, inside, N * V, column, BV)
     d_writes = tl.dot(tl.trans(scores.to(dtype)), d_out, input_precision=PRECISION)
     _put(d_writes_ptr + n * V, row, inside, N * V, column, d_writes, BV)

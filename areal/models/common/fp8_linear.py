@@ -69,6 +69,7 @@ def _quantize_into(weight_ND: torch.Tensor, q_ND: torch.Tensor, scale_BG: torch.
 
 def round_weight(weight_ND: torch.Tensor, block_rows: int, dtype: torch.dtype) -> torch.Tensor:
     """What FP8 leaves of a weight."""
+    weight_ND = weight_ND.contiguous()  # else `empty_like` would have its strides
     q_ND = torch.empty_like(weight_ND, dtype=FP8)
     scale_BG = weight_ND.new_empty(_scale_shape(weight_ND, block_rows), dtype=torch.float32)
     _quantize_into(weight_ND, q_ND, scale_BG)

@@ -178,8 +178,8 @@ def quantize_weight(
 
 
 def uses_tensor_cores(device: torch.device, *dims: int) -> bool:
-    """Whether a product with these sizes is one of FP8."""
-    return _is_hopper(device) and not any(dim % 16 for dim in dims)
+    """Whether a product with these sizes is one of FP8: multiples of 16, and not of no tokens."""
+    return _is_hopper(device) and all(dim and dim % 16 == 0 for dim in dims)
 
 
 @cache

@@ -21,7 +21,6 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from areal.models.common.args import DecoderArgs
 from areal.models.common.attention import PackedAttention
@@ -110,6 +109,9 @@ def _listed(described_T2: torch.Tensor) -> list[float]:
 def _described(x_TD: torch.Tensor) -> torch.Tensor:
     """Direction of each token and logarithm of its length; float64, so that only the model's own
     rounding is seen."""
+    # Late: a fifth of the start of a server, which needs it for nothing else.
+    from torch.distributed.tensor import DTensor
+
     if isinstance(x_TD, DTensor):
         x_TD = x_TD.full_tensor()
     x_TD = x_TD.double()

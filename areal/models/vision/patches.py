@@ -32,6 +32,7 @@ _SQUARE_FAMILY = "Gemma3ImageProcessor"
 _MAX_RATIO = 200  # of the sides
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+_OF_PIXELS = ("resample", "rescale_factor")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +121,7 @@ def patch_rules(given: Mapping[str, Any]) -> PatchRules:
             raise ValueError(f"{name} must be true, got {given[name]!r:.60}")
     if family == _SQUARE_FAMILY:
         return _square_rules(given)
-    size = given.get("size") or {}
+    size = _size(given, {})
     limits = {
         "min_pixels": given.get("min_pixels") or size.get("shortest_edge"),
         "max_pixels": given.get("max_pixels") or size.get("longest_edge"),
@@ -144,27 +145,38 @@ def _square_rules(given: Mapping[str, Any]) -> PatchRules:
             f"do_pan_and_scan must be false, got {given['do_pan_and_scan']!r:.60}: an image is not "
             "cut into several"
         )
-    size = given.get("size") or {"height": 224, "width": 224}
+    size = _size(given, {"height": 224, "width": 224})
     height, width = size.get("height"), size.get("width")
     if height != width:
         raise ValueError(f"size must have equal sides, got {size!r:.60}")
-    rules: dict[str, Any] = {
-        "square": height,
-        "resample": given.get("resample") or Image.Resampling.BILINEAR,
-        "rescale_factor": given.get("rescale_factor") or 1 / 255,
+    usual = {
+        "resample": int(Image.Resampling.BILINEAR),
+        "rescale_factor": 1 / 255,
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
     }
-    usual = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
-    own = {key: value for key, value in given.items() if value is not None}
-    return _checked(rules, {**usual, **own})
+    found = usual | {key: value for key, value in given.items() if value is not None}
+    return _checked({"square": height, **{k: found[k] for k in _OF_PIXELS}}, found)
+
+
+def _size(given: Mapping[str, Any], usual: dict[str, int]) -> dict[str, Any]:
+    size = given.get("size") or usual
+    if not isinstance(size, dict):
+        raise ValueError(f"size must be an object with the names of sides, got {size!r:.60}")
+    return size
 
 
 def _checked(rules: dict[str, Any], given: Mapping[str, Any]) -> PatchRules:
     for name, value in rules.items():
         if not _is_positive(value, float if name == "rescale_factor" else int):
             raise ValueError(f"{name} must be a number above 0, got {value!r:.60}")
+    if rules.get("resample", Image.Resampling.BICUBIC) not in set(Image.Resampling):
+        raise ValueError(f"resample must be a filter of PIL, got {rules['resample']}")
     for ours, theirs in (("mean", "image_mean"), ("std", "image_std")):
         if (value := given.get(theirs)) is not None:
             rules[ours] = _channels(theirs, value)
+    if not all(rules.get("std", _CLIP_STD)):
+        raise ValueError(f"image_std must be three numbers other than 0, got {given['image_std']}")
     return PatchRules(**rules)
 
 

@@ -50,15 +50,15 @@ from areal.api.engine_api import TrainEngine
 from areal.api.routed_experts import ROUTED_KEY
 from areal.trainer.ppo.advantages import AdvantageEstimator
 from areal.trainer.ppo.batch import (
-    SeenEntropies,
     TokenScorer,
     collect,
     loss_weight,
     minibatches,
+    seen_entropies,
     token_outputs,
 )
 from areal.trainer.ppo.critic import PPOCritic
-from areal.utils import stats_tracker
+from areal.utils import row_entropies, stats_tracker
 from areal.utils.data import MULTI_MODAL_KEY, select_rows
 from areal.utils.import_path import load_named, signature_of
 from areal.utils.perf_tracer import phase
@@ -198,17 +198,19 @@ class PPOActor:
         """One optimizer step per minibatch and one step of the learning-rate schedule.
 
         Statistics go to `stats_tracker` under `actor/`. Returns the `entropy` of each token of the
-        rows it computed, unless `data` has it or the loss ran in other processes.
+        first group, which is shown (trainer/samples.py), as far as its rows were computed; nothing
+        if `data` has it.
         """
-        seen = SeenEntropies()
-        keys = (*BATCH_KEYS, SeenEntropies.ROW_KEY)
+        wants = "entropy" not in data
+        batch = row_entropies.numbered(data, data["group_ids"] == 0) if wants else data
+        keys = (*BATCH_KEYS, row_entropies.ROW_KEY)
         with stats_tracker.scope("actor"):
-            for minibatch in minibatches(seen.numbered(data), keys, self.config.ppo_n_minibatches):
-                self._update(minibatch, seen)
+            for minibatch in minibatches(batch, keys, self.config.ppo_n_minibatches):
+                self._update(minibatch)
         self.engine.step_lr_scheduler()
-        return {} if "entropy" in data else seen.padded(data)
+        return {"entropy": seen_entropies(data, row_entropies.take())} if wants else {}
 
-    def _update(self, minibatch: dict[str, Any], seen: SeenEntropies) -> None:
+    def _update(self, minibatch: dict[str, Any]) -> None:
         """One optimizer step of the minibatch that skips rows without gradient.
 
         Groups with equal rewards have advantages of 0. If the loss is 0 without an advantage, such
@@ -223,7 +225,7 @@ class PPOActor:
         kept = select_rows(minibatch, rows)
         share = loss_weight(kept).item() / (loss_weight(minibatch).item() or 1)
         version = self.engine.get_version()
-        loss_fn = partial(self._objective.loss, version=version, share=share, seen=seen)
+        loss_fn = partial(self._objective.loss, version=version, share=share)
         stats = self.engine.train_batch(kept, loss_fn, loss_weight)
         stats_tracker.scalar(**stats, computed_seqs_ratio=len(rows) / num_rows)
 
@@ -270,11 +272,10 @@ class PolicyObjective:
         *,
         version: int,
         share: float,
-        seen: SeenEntropies,
     ) -> torch.Tensor:
         """`version` is that of the weights at the start of the step, `share` the fraction of the
         minibatch's loss weight that is in the computed rows."""
-        seen.keep(entropy_T, mb)
+        row_entropies.keep(entropy_T, mb)
         mask_T = mb["loss_mask"]
         stats_tracker.denominator(n_tokens=mask_T)
         stats_tracker.stat("n_tokens", entropy=entropy_T, advantages=mb["advantages"])

@@ -23,7 +23,6 @@ from areal.utils.data import (
     concat_batch,
     select_rows,
     sequence_lengths,
-    unpack,
 )
 from areal.utils.seqpack import pack_sequences
 
@@ -108,40 +107,14 @@ def minibatches(
         yield select_rows(part, rows)
 
 
-class SeenEntropies:
-    """Entropies that the losses of one step see in passing, which costs no pass of its own.
-
-        seen = SeenEntropies()
-        for minibatch in minibatches(seen.numbered(data), keys, 4): ...
-        seen.keep(entropy_T, mb)  # in the loss, of one packed micro-batch
-        data |= seen.padded(data)
-
-    Nothing waits for a device before `padded`. A loss in another process keeps them in a copy of
-    this object, and they stay there.
-    """
-
-    ROW_KEY = "row_ids"
-
-    def __init__(self) -> None:
-        self._parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-
-    def numbered(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        """The batch with a number for each row, by which `keep` knows it."""
-        return {**data, self.ROW_KEY: torch.arange(len(data["attention_mask"]))}
-
-    def keep(self, entropy_T: torch.Tensor, mb: Mapping[str, Any]) -> None:
-        self._parts.append((mb[self.ROW_KEY], mb["cu_seqlens"], entropy_T.detach()))
-
-    def padded(self, data: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """`entropy` `[B, S]`, NaN in rows of the batch that no loss saw; nothing if it saw none."""
-        if not self._parts:
-            return {}
-        mask = data["attention_mask"]
-        entropy_BS = torch.full(mask.shape, torch.nan, device=mask.device)
-        for rows, cu_seqlens, entropy_T in self._parts:
-            padded = unpack(entropy_T, cu_seqlens, mask.shape[1])
-            entropy_BS[rows.to(mask.device)] = padded.to(entropy_BS)
-        return {"entropy": entropy_BS}
+def seen_entropies(data: Mapping[str, Any], found: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    """`[B, S]` of the rows in `found`, NaN in those that no loss saw."""
+    mask = data["attention_mask"]
+    entropy_BS = torch.full(mask.shape, torch.nan)
+    for row, entropy_T in found.items():
+        entropy_BS[row] = 0.0  # on padding
+        entropy_BS[row, : len(entropy_T)] = entropy_T
+    return entropy_BS
 
 
 def _aligned(batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -236,7 +236,7 @@ def test_routes_name_adapters(folder, adapters):
 async def test_adapters_alone_travel_to_a_server(kind, folder, tmp_path):
     trainer = trained(folder)
     child, address = launch_native_server(folder, token=TOKEN, num_pages=200, setup_timeout_s=900)
-    engine = NativeRemoteEngine([address], TOKEN, request_timeout_s=20, setup_timeout_s=10)
+    engine = NativeRemoteEngine([address], TOKEN, request_timeout_s=300, setup_timeout_s=300)
     try:
         engine.initialize()
         with PublicationRoot(kind, run_name="lora", disk_root=tmp_path / "weights") as root:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from dataclasses import replace
 
@@ -61,6 +62,33 @@ def test_prompt_own_output_and_siblings_that_ended_are_read():
     assert drafts.draft(asks, 3) == []
     again = joined(drafts, [1, 2, 3, 4, 5], [*FILLER, 210, 211, 212])
     assert drafts.draft(again, 3) == [], "the group went with its last member"
+
+
+def test_a_text_that_grows_by_single_tokens_is_read_like_one_that_was_there():
+    rng = random.Random(0)
+    text = [rng.randrange(3) for _ in range(300)]
+    whole, grown = Drafts(), Drafts()
+    slow, asks = joined(grown, [1]), joined(grown, [1], FILLER)
+    for token in text:
+        slow.output_tokens.append(token)
+        grown.draft(asks, 1)  # indexes what has come
+    joined(whole, [1], text)
+    for end in ([0, 1, 2], [2, 2, 2], [1, 0, 1], [0, 0, 0]):
+        both = [joined(drafts, [1], FILLER + end) for drafts in (whole, grown)]
+        assert whole.draft(both[0], 3) == grown.draft(both[1], 3) != []
+
+
+def test_long_texts_do_not_burden_the_garbage_collector():
+    rng = random.Random(0)
+    drafts = Drafts()
+    asks = [
+        joined(drafts, [rng.randrange(10**6) for _ in range(900)], FILLER + [i]) for i in range(8)
+    ]
+    gc.collect()
+    before = len(gc.get_objects())
+    for sequence in asks:
+        drafts.draft(sequence, 3)
+    assert len(gc.get_objects()) - before < 500, "objects to scan do not grow with the tokens"
 
 
 @pytest.mark.parametrize(

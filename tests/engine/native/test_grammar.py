@@ -119,7 +119,7 @@ def containers(schemas):
 schemas = st.recursive(scalars, containers, max_leaves=4)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(schema=schemas, seed=st.integers(0, 2**32))
 def test_outputs_validate_against_their_schemas(engine, schema, seed):
     grammar = Grammar(json_schema={**schema, **COMPACT})

@@ -13,7 +13,7 @@ from areal.api.config.inference import GenerationHyperparameters
 from areal.api.io_struct import ModelRequest
 from areal.engine.native.engine import NativeEngine
 from areal.engine.native.local_engine import NativeLocalEngine
-from areal.engine.native.loop import BusyIntervals, EngineEndedError, EngineLoop
+from areal.engine.native.loop import EngineEndedError, EngineLoop
 from areal.engine.native.sequence import GenRequest
 from areal.engine.native.wire import Refusal, Reply
 
@@ -49,7 +49,7 @@ class Inbox:
         self.deliveries.put((results, threading.current_thread().name))
 
     def take(self):
-        return self.deliveries.get(timeout=10)[0]
+        return self.deliveries.get(timeout=900)[0]
 
     def take_all(self, count):
         results = []
@@ -223,16 +223,6 @@ def test_busy_intervals_cover_the_work_and_only_it(loop):
     assert sum(end - start for start, end in intervals) > 0.2 * (after - before)
     time.sleep(0.01)
     assert loop.busy.since(after) == []
-
-
-def test_busy_intervals_merge_and_resume():
-    busy = BusyIntervals()
-    for start, end in [(1.0, 1.1), (1.102, 1.2), (1.3, 1.4)]:
-        busy.add(start, end)
-    assert busy.since(0) == [(1.0, 1.2), (1.3, 1.4)]
-    assert busy.since(1.15) == [(1.15, 1.2), (1.3, 1.4)]
-    busy.add(1.4, 1.5)
-    assert busy.since(1.4) == [(1.4, 1.5)]
 
 
 def test_idle_time_by_cause(loop):

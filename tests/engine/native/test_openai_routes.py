@@ -65,7 +65,7 @@ def client(address):
 
 @pytest.fixture
 def control(address):
-    control = ControlClient(address, TOKEN, timeout_s=10)
+    control = ControlClient(address, TOKEN, timeout_s=300)
     yield control
     control.post("/continue")
     control.post("/abort", all=True)
@@ -163,23 +163,25 @@ def test_tokens_in_tokens_out(client, control, tokenizer):
     body = {"token_ids": ids, "sampling_params": sampling, "request_id": "mine"}
     headers = {"Authorization": f"Bearer {TOKEN}"}
     url = str(client.base_url).removesuffix("v1/")
-    reply = httpx.post(f"{url}inference/v1/generate", json=body, headers=headers, timeout=20).json()
+    reply = httpx.post(
+        f"{url}inference/v1/generate", json=body, headers=headers, timeout=300
+    ).json()
     (choice,) = reply["choices"]
     assert reply["request_id"] == "mine"
     assert choice["token_ids"] == expected["output_tokens"]
     logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
     assert logprobs == expected["output_logprobs"]
     body["sampling_params"]["logprobs"] = 3
-    refused = httpx.post(f"{url}inference/v1/generate", json=body, headers=headers, timeout=20)
+    refused = httpx.post(f"{url}inference/v1/generate", json=body, headers=headers, timeout=300)
     assert refused.status_code == 400 and "send logprobs=0" in refused.json()["error"]["message"]
 
 
 def test_tokens_of_messages_are_counted(client, tokenizer):
     url, headers = f"{client.base_url}messages/count_tokens", {"Authorization": f"Bearer {TOKEN}"}
-    answer = httpx.post(url, json={"messages": HELLO}, headers=headers, timeout=20)
+    answer = httpx.post(url, json={"messages": HELLO}, headers=headers, timeout=300)
     count = len(chat_prompt_ids(tokenizer, parse_chat({"messages": HELLO})))
     assert answer.json() == {"input_tokens": count}
-    refused = httpx.post(url, json={"messages": []}, headers=headers, timeout=20).json()
+    refused = httpx.post(url, json={"messages": []}, headers=headers, timeout=300).json()
     assert refused["type"] == "error" and refused["error"]["type"] == "invalid_request_error"
 
 
@@ -378,7 +380,7 @@ def test_echo_of_a_chat_is_refused_and_bodies_that_are_none(client, address):
         ("GET", "/v1/nowhere", None, 404),
         ("GET", "/v1/completions", None, 405),
     ]:
-        connection = http.client.HTTPConnection(address, timeout=10)
+        connection = http.client.HTTPConnection(address, timeout=300)
         connection.request(method, path, body, headers)
         answer = connection.getresponse()
         assert answer.status == status
@@ -400,7 +402,7 @@ def test_a_client_that_leaves_frees_its_pages(client, control, stream, address):
     wait_until(lambda: control.get("/stats")["running"] == 0)
     before = control.get("/stats")
     body = {"prompt": "leaving", "n": 4, "max_tokens": 1500, "stream": stream, "ignore_eos": True}
-    connection = http.client.HTTPConnection(address, timeout=10)
+    connection = http.client.HTTPConnection(address, timeout=300)
     connection.request(
         "POST", "/v1/completions", json.dumps(body), {"Authorization": f"Bearer {TOKEN}"}
     )

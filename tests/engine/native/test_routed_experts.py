@@ -120,7 +120,7 @@ def test_a_dense_model_has_none_to_return():
 async def test_they_travel_from_a_server_as_they_are(tmp_path):
     folder = write_tiny_model(tmp_path, "qwen3_moe", **SHAPE)
     child, address = launch_native_server(folder, token=TOKEN, num_pages=64, setup_timeout_s=900)
-    remote = NativeRemoteEngine([address], TOKEN, return_routed_experts=True, setup_timeout_s=10)
+    remote = NativeRemoteEngine([address], TOKEN, return_routed_experts=True, setup_timeout_s=300)
     local = NativeLocalEngine(folder, num_pages=64, return_routed_experts=True)
     gconfig = GenerationHyperparameters(max_new_tokens=150, ignore_eos=True, seed=3)
     sent = ModelRequest(input_ids=[5, 6, 7], gconfig=gconfig)

@@ -21,7 +21,8 @@ from areal.engine.native.make_runner import kernels_take
         ("gemma3_text", {"head_dim": 16, "final_logit_softcapping": 30.0}, True),
         ("qwen3_5_text", {"linear_key_head_dim": 16, "linear_value_head_dim": 128}, True),
         ("qwen3_5_text", {"linear_key_head_dim": 24, "linear_value_head_dim": 128}, False),
-        ("qwen3_5_moe_text", {"linear_key_head_dim": 16, "linear_value_head_dim": 16}, False),
+        ("qwen3_5_moe_text", {"linear_key_head_dim": 16, "linear_value_head_dim": 16}, True),
+        ("qwen3_5_moe_text", {"linear_key_head_dim": 24, "linear_value_head_dim": 16}, False),
     ],
 )
 def test_the_kernels_take_all_but_latent_attention_and_odd_heads(family, overrides, taken):

@@ -34,7 +34,7 @@ def address(tmp_path_factory):
 
 @pytest.fixture
 def control(address):
-    control = ControlClient(address, TOKEN, timeout_s=10)
+    control = ControlClient(address, TOKEN, timeout_s=300)
     yield control
     control.post("/continue")
     control.post("/abort", all=True)
@@ -42,7 +42,7 @@ def control(address):
 
 def call(address, method, path, body=b"", token=TOKEN):
     """(status, body) of one request, as any HTTP client sees it."""
-    connection = http.client.HTTPConnection(address, timeout=10)
+    connection = http.client.HTTPConnection(address, timeout=300)
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     connection.request(method, path, body, headers)
     answer = connection.getresponse()
@@ -99,13 +99,13 @@ def test_many_requests_in_one_exchange(address):
 
 
 def test_results_come_as_they_finish(address):
-    connection = http.client.HTTPConnection(address, timeout=10)
+    connection = http.client.HTTPConnection(address, timeout=300)
     body = json.dumps({"requests": [entry("short"), entry("long", max_new_tokens=300)]})
     connection.request("POST", "/generate", body, {"Authorization": f"Bearer {TOKEN}"})
     answer = connection.getresponse()
     first = json.loads(answer.readline())
     assert first["rid"] == "short"
-    assert ControlClient(address, TOKEN, timeout_s=10).get("/stats")["running"] == 1
+    assert ControlClient(address, TOKEN, timeout_s=300).get("/stats")["running"] == 1
     assert json.loads(answer.readline())["rid"] == "long"
     assert answer.readline() == b""
     connection.close()
@@ -136,7 +136,7 @@ def test_a_bad_request_among_good_ones_is_refused_alone(address):
 def test_pause_and_continue(address, control):
     control.post("/pause")
     assert control.get("/health")["paused"] is True
-    connection = http.client.HTTPConnection(address, timeout=10)
+    connection = http.client.HTTPConnection(address, timeout=300)
     body = json.dumps({"requests": [entry("held")]})
     connection.request("POST", "/generate", body, {"Authorization": f"Bearer {TOKEN}"})
     before = control.get("/stats")["tokens_generated"]
@@ -149,7 +149,7 @@ def test_pause_and_continue(address, control):
 
 def test_a_client_that_leaves_takes_its_requests_along(address, control):
     control.post("/pause")
-    connection = http.client.HTTPConnection(address, timeout=10)
+    connection = http.client.HTTPConnection(address, timeout=300)
     body = json.dumps({"requests": [entry(f"left{n}", max_new_tokens=500) for n in range(3)]})
     connection.request("POST", "/generate", body, {"Authorization": f"Bearer {TOKEN}"})
     wait_until(lambda: control.get("/stats")["waiting"] == 3)
@@ -159,7 +159,7 @@ def test_a_client_that_leaves_takes_its_requests_along(address, control):
 
 def test_abort_ends_a_request_with_what_it_has(address, control):
     control.post("/pause")
-    connection = http.client.HTTPConnection(address, timeout=10)
+    connection = http.client.HTTPConnection(address, timeout=300)
     body = json.dumps({"requests": [entry("ended", max_new_tokens=500)]})
     connection.request("POST", "/generate", body, {"Authorization": f"Bearer {TOKEN}"})
     wait_until(lambda: control.get("/stats")["waiting"] == 1)
@@ -288,7 +288,7 @@ def test_a_group_is_answered_together_and_like_single_requests(address):
 
 def test_a_client_that_accepts_frames_gets_the_same_in_binary(address):
     lines = generate(address, entry("a"))
-    connection = http.client.HTTPConnection(address, timeout=10)
+    connection = http.client.HTTPConnection(address, timeout=300)
     headers = {"Authorization": f"Bearer {TOKEN}", "Accept": FRAMES}
     body = json.dumps({"requests": [entry("a"), entry("b", ids=[2] * 3000)]})
     connection.request("POST", "/generate", body, headers)

@@ -154,7 +154,7 @@ def test_any_body_is_answered(server):
     }
 
     def send(path):
-        @settings(max_examples=10 * NUM_EXAMPLES)
+        @settings(max_examples=5 * NUM_EXAMPLES)
         @given(json_fuzz.bodies(bodies[path]))
         def one(body):
             answer = requests.post(
@@ -264,6 +264,7 @@ def test_strangers_starve_nobody(server):
             for stranger in strangers[1::3]:
                 with contextlib.suppress(OSError):
                     stranger.send(b"x")
+            time.sleep(2.0)  # slow writers
         assert all(map(http_fuzz.is_closed, strangers)), "each had 20 s"
 
 

@@ -194,7 +194,7 @@ def test_one_hand_over_per_step_and_receiver(engine):
     replies, num_handed = {}, 0
     while len(replies) < 5:
         num_handed += 1
-        for one in handed.get(timeout=10):
+        for one in handed.get(timeout=900):
             if isinstance(one, Reply):
                 replies[one.rid] = one.finished
             else:
@@ -212,11 +212,11 @@ def test_an_aborted_stream_has_all_its_tokens(engine):
     loop.submit([request("a", max_new_tokens=400)], handed.put)
     tokens = []
     while len(tokens) < 3:
-        (part,) = handed.get(timeout=10)
+        (part,) = handed.get(timeout=900)
         assert isinstance(part, Progress)
         tokens += part.tokens
-    assert loop.abort(["a"]).result(timeout=10) == 1
-    while not isinstance(last := handed.get(timeout=10)[0], Reply):
+    assert loop.abort(["a"]).result(timeout=900) == 1
+    while not isinstance(last := handed.get(timeout=900)[0], Reply):
         tokens += last.tokens
     assert last.finished.stop_reason == "abort"
     assert last.finished.output_tokens[: len(tokens)] == tokens

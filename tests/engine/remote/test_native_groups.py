@@ -29,7 +29,7 @@ def address(tmp_path_factory):
 
 @pytest.fixture
 async def engine(address):
-    engine = NativeRemoteEngine([address], TOKEN, request_timeout_s=20, setup_timeout_s=10)
+    engine = NativeRemoteEngine([address], TOKEN, request_timeout_s=300, setup_timeout_s=300)
     engine.initialize()
     yield engine
     engine.continue_generation()

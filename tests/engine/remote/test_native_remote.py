@@ -40,7 +40,7 @@ def address(model):
 
 @pytest.fixture
 async def engine(address):
-    engine = NativeRemoteEngine([address], TOKEN, request_timeout_s=20, setup_timeout_s=10)
+    engine = NativeRemoteEngine([address], TOKEN, request_timeout_s=300, setup_timeout_s=300)
     engine.initialize()
     yield engine
     engine.continue_generation()
@@ -182,7 +182,7 @@ def test_launch_shows_why_a_server_did_not_start(tmp_path):
 
 
 def test_destroy_from_another_thread_cancels_who_waits(address):
-    engine = NativeRemoteEngine([address], TOKEN, request_timeout_s=20)
+    engine = NativeRemoteEngine([address], TOKEN, request_timeout_s=300)
     engine.pause_generation()
     outcome, started = [], threading.Event()
 
@@ -195,9 +195,9 @@ def test_destroy_from_another_thread_cancels_who_waits(address):
 
     thread = threading.Thread(target=lambda: asyncio.run(wait_for_it()))
     thread.start()
-    assert started.wait(10)
+    assert started.wait(900)
     engine.destroy()
-    thread.join(10)
+    thread.join(900)
     engine.continue_generation()
     assert outcome == ["cancelled"]
 
@@ -402,7 +402,7 @@ def ended(entries):
 
 async def test_a_server_whose_engine_has_ended_is_left_out(engine, address):
     async with scripted_server(ended) as (broken, seen):
-        both = NativeRemoteEngine([broken, address], TOKEN, request_timeout_s=20)
+        both = NativeRemoteEngine([broken, address], TOKEN, request_timeout_s=300)
         replies = await asyncio.gather(*[both.agenerate(request(s, ids=[2, s])) for s in range(6)])
         assert [reply.output_len for reply in replies] == [4] * 6 and seen
         await asyncio.to_thread(both.continue_generation)

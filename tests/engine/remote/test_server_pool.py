@@ -19,7 +19,7 @@ import torch
 from areal.api.engine_api import EngineLostError
 from areal.api.io_struct import WeightUpdateMeta
 from areal.engine.remote.admission import JoinsWithNextWeights
-from areal.engine.remote.native import NativeProtocol
+from areal.engine.remote.native import NativeProtocol, NativeRemoteEngine
 from areal.engine.remote.server_pool import ServerPool
 from areal.engine.remote.server_process import ServerProcess
 from areal.engine.remote.weight_senders import DeltaSender
@@ -41,6 +41,8 @@ class FakeServer:
                 order = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 if server.refuses:
                     return self._say({"error": "no such folder"}, status=400)
+                if self.path == "/score":
+                    return self._say({"logprobs": [[-1.0] * len(o) for o in order["sequences"]]})
                 server.orders.append((self.path, order))
                 server.version = order.get("version", server.version)
                 self._say({})
@@ -126,6 +128,24 @@ def test_a_server_is_started_again_then_left_out_and_the_last_is_raised(fakes, c
     finally:
         for process in processes:
             process.close()
+
+
+def test_servers_that_get_no_weights_have_new_restarts_for_each_batch(fakes):
+    launcher = Launcher(*fakes)
+    process = ServerProcess(launcher)
+    limits = {"setup_timeout_s": 900, "request_timeout_s": 900, "request_retries": 0}
+    engine = NativeRemoteEngine(
+        [process.address], "token", processes=[process], max_restarts=1, **limits
+    )
+    batch = {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.ones(1, 2).bool()}
+    try:
+        for server in fakes[:2]:
+            assert engine.compute_logp(batch).tolist() == [[-1.0, -1.0]]
+            kill(server, launcher)
+        assert engine.compute_logp(batch).tolist() == [[-1.0, -1.0]]
+        assert len(launcher.children) == 3
+    finally:
+        process.close()
 
 
 def test_weights_that_cannot_be_sent_again(fakes):

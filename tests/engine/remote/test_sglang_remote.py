@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import time
 
 import pytest
 from server_checks import (
@@ -61,8 +62,15 @@ async def world(address, folders):
     await asyncio.to_thread(engine.destroy)
 
 
+def times_of(engine):
+    """Seconds by cause: those of `stats` that are no progress."""
+    return {name: value for name, value in engine.stats().items() if name.endswith("_s")}
+
+
 async def test_one_server_through_its_life(world):
     """One start of the server, and everything in the order of a run."""
+    began, before = time.time(), times_of(world.engine)
+    latest = time.time()
     await check_generation(world)
     await check_scores(world)
     await check_refusals(world)
@@ -76,7 +84,12 @@ async def test_one_server_through_its_life(world):
     version = next(world.versions) - 1
     counts = {"running": 0, "waiting": 0, "restarts": 0, "servers": 1}
     counts |= {"requests_resent": 0, "tokens_kept": 0, "replies_refused": 0}
-    assert world.engine.stats() == {"version": version, **counts}
+    ended, after = time.time(), times_of(world.engine)
+    gained = {name: after[name] - before[name] for name in after}
+    assert ended - latest - 1e-2 <= sum(gained.values()) <= time.time() - began + 1e-2
+    assert all(gained[name] > 0 for name in ("busy_s", "no_request_s", "paused_s", "control_s"))
+    found = world.engine.progress()
+    assert found == {"version": version, **counts}
     with pytest.raises(RuntimeError, match="adapter_config.json"):
         world.engine.load_adapter("mine", "adapter")
     ((start, end),) = list(world.engine.busy_intervals(0.0).values())[0][-1:]

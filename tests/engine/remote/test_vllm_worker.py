@@ -4,15 +4,18 @@ they are given, and what is refused. The real vLLM is in test_vllm_remote.py."""
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import signal
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
 
 import pytest
 import torch
 from server_checks import RECEIVER, request
 from tiny import tiny_model, write_tiny_model
-from vllm_server import KeepingWorker, vllm_python
+from vllm_server import KeepingModel, make_engine, offer_vllm, vllm_python
 from weight_sync.test_collective import open_groups
 
 from areal.api.engine_api import EngineLostError
@@ -20,15 +23,11 @@ from areal.api.io_struct import WeightUpdateMeta
 from areal.engine.remote.engine import RemoteEngine
 from areal.engine.remote.server_process import ServerProcess
 from areal.engine.remote.vllm import VLLMProtocol, launch_vllm_server
-from areal.engine.remote.vllm_worker import WeightReceiver
 from areal.engine.train.export import send_weights
 from areal.weight_sync.collective import GroupError
 
 TOKEN = "token-of-this-run"
-
-
-class Worker(KeepingWorker, WeightReceiver):
-    pass
+BACKEND = "areal.engine.remote.vllm_worker"
 
 
 def meta_of(version):
@@ -102,9 +101,14 @@ def test_every_worker_of_two_servers_takes_every_version(folder, launched):
 
     breaks_off_and_recovers(engine)
 
+    for control in engine._pool.controls:  # as a sender that is killed between two routes
+        control.post("/start_weight_update")
+    send_weights(engine, meta_of(5), weights_of(5))
+    assert engine.get_version() == 5
+
     os.kill(children[0].pid, signal.SIGKILL)
     os.kill(children[1].pid, signal.SIGKILL)
-    lost = "SIGKILL.* cannot be replaced: the weights of version 4 came through a process group"
+    lost = "SIGKILL.* cannot be replaced: the weights of version 5 came through a process group"
     with pytest.raises(EngineLostError, match=f"(?s){lost}"):
         engine.stats()
     with pytest.raises(EngineLostError, match=f"(?s){lost}"):
@@ -131,27 +135,44 @@ def breaks_off_and_recovers(engine):
     assert [report["loads"] for report in reports] == [3, 3, 3] and engine.get_version() == 4
 
 
-def test_what_does_not_verify_is_not_loaded():
-    worker = Worker(rank=0)
+@pytest.fixture
+def engine_of_worker(monkeypatch):
+    """The transfer engine of a worker, and the model it loads into."""
+    vllm: dict[str, ModuleType] = {}
+    offer_vllm(vllm)
+    for name, module in vllm.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, BACKEND, raising=False)
+    importlib.import_module(BACKEND)
+    monkeypatch.delitem(sys.modules, BACKEND)
+    model = KeepingModel()
+    return make_engine(0, 1, model), model
+
+
+def test_what_does_not_verify_is_not_loaded(engine_of_worker):
+    engine, model = engine_of_worker
+    order = {"group": "g", "version": 1, "with_lm_head": False}
     for group in ("g", "none"):
         with pytest.raises(GroupError, match=f"through the group {group}, this worker is in none"):
-            worker.areal_take(group=group, version=1, with_lm_head=False)
+            engine.update_weights({**order, "group": group})
+    with pytest.raises(TypeError, match="paths"):
+        engine.update_weights({**order, "paths": "/"})
     with ThreadPoolExecutor(2) as pool:
-        sender, worker._areal_group = open_groups(pool, 1)
-        taking = pool.submit(worker.areal_take, group="g", version=1, with_lm_head=False)
+        sender, engine._group = open_groups(pool, 1)
+        taking = pool.submit(engine.update_weights, order)
         header = {"weights": [["a", "F32", [4], 0]], "checksum": 1, "nbytes": 16}
         sender._send_header({"version": 1, **header})
         flat = torch.zeros(16, dtype=torch.uint8)
         sender._finish(sender._broadcast(flat, sender._buckets))
         with pytest.raises(GroupError, match=r"\(a ...\) is not what was sent"):
             taking.result()
-        assert worker.num_loads == 0 and worker._areal_group is None
+        assert model.num_loads == 0 and engine._group is None
         sender.close()
 
-        sender, worker._areal_group = open_groups(pool, 1)
-        taking = pool.submit(worker.areal_take, group="g", version=1, with_lm_head=True)
+        sender, engine._group = open_groups(pool, 1)
+        taking = pool.submit(engine.update_weights, {**order, "with_lm_head": True})
         sender.send(1, [("model.norm.weight", torch.ones(4))], bucket_bytes=100)
         with pytest.raises(ValueError, match=r"version 1: expected one weight named \*embed_tok"):
             taking.result()
-        assert worker.num_loads == 0
+        assert model.num_loads == 0
         sender.close()

@@ -125,7 +125,7 @@ def test_samples_of_a_prompt_share_one_pass_of_the_tower():
     args = decoder_args(CONFIG)
     batch = image_batch()
     images = read_images(pack(batch, [1, 2, 4]), args, torch.device("cpu"))
-    assert images.images.grids.tolist() == [[1, 4, 4], [1, 2, 2], [1, 6, 4]]
+    assert [image.grids.tolist() for image in images.shown] == [[[1, 4, 4]], [[1, 2, 2], [1, 6, 4]]]
     assert images.source_I.tolist() == [*range(4), *range(4), *range(4, 11)]
     assert read_images(pack(batch, [3, 5]), args, torch.device("cpu")) is None
 
@@ -226,6 +226,30 @@ def test_a_frozen_tower_stays_and_recomputation_changes_nothing(folder):
             assert torch.equal(tensor, start[name]), name
         else:
             torch.testing.assert_close(tensor, ends[0][name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_frozen_tower_looks_once_at_an_image_that_it_is_shown_again(other_folder, tmp_path):
+    batch = image_batch("qwen3_vl")
+    plain = open_engine(other_folder, "archon:d1")
+    frozen = open_engine(other_folder, "archon:d1", freeze_vision_tower=True)
+    seen: list[list[int]] = []
+    frozen.model.tower.register_forward_pre_hook(
+        lambda _, args: seen.extend(args[0].grids.tolist())
+    )
+    first = frozen.forward_batch(batch)
+    torch.testing.assert_close(first, plain.forward_batch(batch))
+    assert len(seen) == 5, "rows 1 and 2 share theirs"
+    frozen.mb_spec = MicroBatchSpec(max_tokens_per_mb=30)
+    torch.testing.assert_close(frozen.forward_batch(batch), first)
+    train(frozen, batch)
+    assert len(seen) == 5
+    # Other pixels, other weights.
+    frozen.forward_batch(image_batch("qwen3_vl"))
+    assert len(seen) == 10
+    train(plain, batch)
+    plain.save(SaveLoadMeta(path=str(tmp_path), weight_format="hf"))
+    frozen.load(SaveLoadMeta(path=str(tmp_path), weight_format="hf"))
+    torch.testing.assert_close(frozen.forward_batch(batch), plain.forward_batch(batch))
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,9 @@ def test_squares_are_those_of_transformers(tmp_path, sides):
         ({"size": {"height": 24, "width": 28}}, "equal sides"),
         ({"size": {"height": 28, "width": 28}}, "resizes images to 28 pixels"),
         ({"size": {"height": "24", "width": "24"}}, "square must be a number above 0"),
+        ({"size": 24}, "size must be an object"),
+        ({"resample": 0}, "resample must be a number above 0"),
+        ({"rescale_factor": 0}, "rescale_factor must be a number above 0"),
     ],
 )
 def test_squares_that_are_not_cut_here_are_refused(tmp_path, change, message):
@@ -102,6 +105,9 @@ def test_rules_of_a_folder(tmp_path, nested):
         ({"merge_size": True}, "merge_size must be"),
         ({"max_pixels": "many"}, "max_pixels must be"),
         ({"image_std": [1, 2]}, "image_std must be three numbers"),
+        ({"image_std": [1, 0, 1]}, "image_std must be three numbers other than 0"),
+        ({"size": [224, 224]}, "size must be an object"),
+        ({"resample": 77}, "resample must be a filter of PIL, got 77"),
         ({"do_normalize": False}, "do_normalize must be true"),
     ],
 )

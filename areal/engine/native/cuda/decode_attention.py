@@ -268,46 +268,19 @@ def _launch(
     ],
 )
 def _decode_kernel(
-    q,
-    keys,
-    values,
-    key_scales,
-    value_scales,
-    page_table,
-    slots,
-    lengths,
+    q, keys, values, key_scales, value_scales, page_table, slots, lengths,
     length_by_row,  # 0: number of tokens by slot; 1: position by row
     ahead,  # by row: tokens that it sees beyond its own; None: 0
-    out,
-    partial_result,
-    partial_weight,
-    arrived,
-    shared_tokens,
-    counts,
-    prompt_acc,
-    prompt_max,
-    prompt_sum,
-    q_stride,
-    out_stride,
-    table_stride,
-    page_stride,
-    scale_log2e,
-    min_split,
-    window,
+    out, partial_result, partial_weight, arrived, shared_tokens, counts, prompt_acc, prompt_max,
+    prompt_sum, q_stride, out_stride, table_stride, page_stride, scale_log2e, min_split, window,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,  # GROUP, up to a power of two
     CHUNK: tl.constexpr,  # splits that are folded at once
     GROUP_PADDED: tl.constexpr,  # to the rows of a tensor-core product
-    HEAD_DIM: tl.constexpr,
-    PADDED: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
-    TILE: tl.constexpr,
-    PROMPT_TILE: tl.constexpr,
-    SHARED: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, TILE: tl.constexpr, PROMPT_TILE: tl.constexpr, SHARED: tl.constexpr,
+    WINDOWED: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     kv_head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
@@ -347,66 +320,58 @@ def _decode_kernel(
         parts = tl.load(counts + 1)
         num_parts = tl.cdiv(shared, tl.maximum(prompt_span(shared, parts, PROMPT_TILE), 1))
         max_M, sum_M, acc_MH = fold_prompt(
-            max_M,
-            sum_M,
-            acc_MH,
-            prompt_acc,
-            prompt_max,
-            prompt_sum,
+            max_M, sum_M, acc_MH, prompt_acc, prompt_max, prompt_sum,
             (row * tl.num_programs(0) + kv_head) * parts * GROUP,
             tl.where(split == 0, num_parts, 0),
-            GROUP,
-            HEAD_DIM,
-        )
+            GROUP, HEAD_DIM,
+        )  # fmt: skip
     max_M, sum_M, acc_MH = attend_tiles(
         q_MH,
         tl.full([GROUP_PADDED], 0, tl.int32) + (end - 1),
-        max_M,
-        sum_M,
-        acc_MH,
+        max_M, sum_M, acc_MH,
         keys + kv_head * PAGE_SIZE * HEAD_DIM,
         values + kv_head * PAGE_SIZE * HEAD_DIM,
         None if key_scales is None else key_scales + kv_head * PAGE_SIZE,
         None if key_scales is None else value_scales + kv_head * PAGE_SIZE,
         page_table + slot * table_stride,
-        begin,
-        end,
-        end - 1,
-        page_stride,
-        scale_log2e,
-        window,
-        HEAD_DIM,
-        PAGE_SIZE,
-        TILE,
+        begin, end, end - 1, page_stride, scale_log2e, window, HEAD_DIM, PAGE_SIZE, TILE,
         MASKED=True,
         WINDOWED=False,  # all of a row's keys from `begin` on are in its window
-    )
+    )  # fmt: skip
     out += row * out_stride
     if used == 1:
         result_MH = acc_MH / sum_M[:, None]
         tl.store(out + element_MH, result_MH.to(out.dtype.element_ty), mask=real_MH)
     elif NUM_SPLITS > 1:
-        pair = row * tl.num_programs(0) + kv_head
-        entry_M = (pair * NUM_SPLITS + split) * GROUP + head_M
-        tl.store(partial_weight + entry_M, max_M + tl.log2(sum_M), mask=head_M < GROUP)
-        result_ptr = partial_result + entry_M[:, None] * HEAD_DIM + dim_H[None, :]
-        tl.store(result_ptr, acc_MH / sum_M[:, None], mask=real_MH)
-        # Orders the stores of all threads before one thread's release of the counter.
-        tl.debug_barrier()
-        if tl.atomic_add(arrived + pair, 1, sem="acq_rel") == used - 1:
-            tl.store(arrived + pair, 0)
-            first = pair * NUM_SPLITS * GROUP
-            _combine(
-                out + kv_head * GROUP * HEAD_DIM,
-                partial_result + first * HEAD_DIM,
-                partial_weight + first,
-                used,
-                GROUP,
-                HEAD_DIM,
-                PADDED,
-                HEADS,
-                CHUNK,
-            )
+        _end_split(
+            max_M, sum_M, acc_MH, out + kv_head * GROUP * HEAD_DIM, partial_result, partial_weight,
+            arrived, row * tl.num_programs(0) + kv_head, split, used,
+            GROUP, HEAD_DIM, PADDED, NUM_SPLITS, HEADS, CHUNK,
+        )  # fmt: skip
+
+
+@triton.jit
+def _end_split(
+    max_M, sum_M, acc_MH, out, partial_result, partial_weight, arrived, pair, split, used,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    HEADS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Leave the result of a split; the last one of a (row, key/value head) folds them all."""
+    head_M, dim_H = tl.arange(0, max_M.shape[0]), tl.arange(0, PADDED)
+    real_MH = (head_M < GROUP)[:, None] & (dim_H < HEAD_DIM)[None, :]
+    entry_M = (pair * NUM_SPLITS + split) * GROUP + head_M
+    tl.store(partial_weight + entry_M, max_M + tl.log2(sum_M), mask=head_M < GROUP)
+    result_ptr = partial_result + entry_M[:, None] * HEAD_DIM + dim_H[None, :]
+    tl.store(result_ptr, acc_MH / sum_M[:, None], mask=real_MH)
+    # Orders the stores of all threads before one thread's release of the counter.
+    tl.debug_barrier()
+    if tl.atomic_add(arrived + pair, 1, sem="acq_rel") == used - 1:
+        tl.store(arrived + pair, 0)
+        first = pair * NUM_SPLITS * GROUP
+        _combine(
+            out, partial_result + first * HEAD_DIM, partial_weight + first,
+            used, GROUP, HEAD_DIM, PADDED, HEADS, CHUNK,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -6,13 +6,15 @@
 | convolve_step  | decoding | one token of the convolution, silu, unit lengths; moves on its rows  |
 | recur_step     | decoding | one token of the delta rule and its gated norm; moves on the state   |
 | gated_norm     | any      | the gated norm alone                                                 |
+| add_shared     | any      | gates what all tokens share of a layer with experts, and adds it     |
 
 A row of a step belongs to a slot, whose state they change in place. If its token ends a page, the
 state after it is also kept as the slot's mark (state_cache.py). Padding rows belong to the scratch
 slot, whose state is scratch, too.
 
 Shape legend: T or R rows, N heads, K key/value heads or key dim, V value dim, H head dim, R pairs
-that are rotated, X channels of the convolution, W its size, S slots.
+that are rotated, X channels of the convolution, W its size, S slots; of experts: C choices of a
+token, D model dim.
 """
 
 # Launch options (num_warps, num_stages) are none of a kernel's own parameters.
@@ -321,3 +323,41 @@ def _gated_norm_kernel(
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     gated = _gated_norm(x, gate, norm_ptr, value, eps, V, dtype)
     tl.store(out_ptr + place, gated.to(dtype), value < V)
+
+
+def add_shared(
+    x_TD: torch.Tensor, gate_1D: torch.Tensor, shared_TD: torch.Tensor, out_TCD: torch.Tensor
+) -> None:
+    """out[:, 0] += sigmoid(x gate') * shared: what a token's choices are summed to has it, too."""
+    num_rows, num_choices, dim = out_TCD.shape
+    block = int(triton.next_power_of_2(dim))
+    _add_shared_kernel[(num_rows,)](
+        x_TD, gate_1D, shared_TD, out_TCD, dim,
+        CHOICES=num_choices,
+        BLOCK=block,
+        OVERLAP=OVERLAP,
+        num_warps=min(max(block // 512, 1), 16),
+        launch_pdl=OVERLAP,
+    )  # fmt: skip
+
+
+@triton.jit
+def _add_shared_kernel(
+    x_ptr, gate_ptr, shared_ptr, out_ptr, D,
+    CHOICES: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    column = tl.arange(0, BLOCK)
+    inside = column < D
+    weight = tl.load(gate_ptr + column, inside, 0.0).to(tl.float32)
+    if OVERLAP:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    x = tl.load(x_ptr + row * D + column, inside, 0.0).to(tl.float32)
+    share = tl.sigmoid(tl.sum(x * weight)).to(dtype).to(tl.float32)
+    shared = tl.load(shared_ptr + row * D + column, inside, 0.0).to(tl.float32)
+    shared = (shared * share).to(dtype).to(tl.float32)
+    place = row * CHOICES * D + column
+    out = tl.load(out_ptr + place, inside, 0.0).to(tl.float32)
+    tl.store(out_ptr + place, (out + shared).to(dtype), inside)

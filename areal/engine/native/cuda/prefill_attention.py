@@ -127,29 +127,11 @@ def prefill_attention(
     do_not_specialize_on_alignment=["page_table", "first_rows", "first_positions"],
 )
 def _prefill_kernel(
-    q,
-    keys,
-    values,
-    key_scales,
-    value_scales,
-    page_table,
-    first_rows,
-    first_positions,
-    out,
-    q_stride,
-    out_stride,
-    table_stride,
-    page_stride,
-    scale_log2e,
-    window,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    PAIRS: tl.constexpr,
-    TILE: tl.constexpr,
-    WINDOWED: tl.constexpr,
-):
+    q, keys, values, key_scales, value_scales, page_table, first_rows, first_positions, out,
+    q_stride, out_stride, table_stride, page_stride, scale_log2e, window,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    PAIRS: tl.constexpr, TILE: tl.constexpr, WINDOWED: tl.constexpr,
+):  # fmt: skip
     # The last rows of a chunk have the most keys, so they start first for balance.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -189,51 +171,15 @@ def _prefill_kernel(
     sum_M = tl.zeros([PAIRS], tl.float32)
     acc_MH = tl.zeros([PAIRS, PADDED], tl.float32)
     max_M, sum_M, acc_MH = attend_tiles(
-        q_MH,
-        position_M,
-        max_M,
-        sum_M,
-        acc_MH,
-        keys,
-        values,
-        key_scales,
-        value_scales,
-        page_table,
-        first,
-        diagonal,
-        end - 1,
-        page_stride,
-        scale_log2e,
-        window,
-        HEAD_DIM,
-        PAGE_SIZE,
-        TILE,
-        MASKED=WINDOWED,
-        WINDOWED=WINDOWED,
-    )
+        q_MH, position_M, max_M, sum_M, acc_MH, keys, values, key_scales, value_scales, page_table,
+        first, diagonal, end - 1, page_stride, scale_log2e, window, HEAD_DIM, PAGE_SIZE, TILE,
+        MASKED=WINDOWED, WINDOWED=WINDOWED,
+    )  # fmt: skip
     max_M, sum_M, acc_MH = attend_tiles(
-        q_MH,
-        position_M,
-        max_M,
-        sum_M,
-        acc_MH,
-        keys,
-        values,
-        key_scales,
-        value_scales,
-        page_table,
-        diagonal,
-        end,
-        end - 1,
-        page_stride,
-        scale_log2e,
-        window,
-        HEAD_DIM,
-        PAGE_SIZE,
-        TILE,
-        MASKED=True,
-        WINDOWED=WINDOWED,
-    )
+        q_MH, position_M, max_M, sum_M, acc_MH, keys, values, key_scales, value_scales, page_table,
+        diagonal, end, end - 1, page_stride, scale_log2e, window, HEAD_DIM, PAGE_SIZE, TILE,
+        MASKED=True, WINDOWED=WINDOWED,
+    )  # fmt: skip
     result_MH = (acc_MH / sum_M[:, None]).to(out.dtype.element_ty)
     tl.store(out + row_M1 * out_stride + element_MH, result_MH, mask=real_MH)
 

@@ -306,6 +306,8 @@ class DeviceProgram:
                 last[start:end] = chunk.last_visible
             start = end
         rows = np.flatnonzero(last > positions)
+        if not len(rows):
+            return attend
         chunk = np.repeat(np.arange(len(chunks)), lengths)
         columns = np.stack([x[rows] for x in (chunk, last, last - positions)]).astype(np.int32)
         upload, args, cache = self.slots.upload, self._args, self.cache

@@ -83,32 +83,11 @@ def prompt_attention(
     do_not_specialize_on_alignment=["slots", "shared_tokens", "members", "bundles", "counts"],
 )
 def _prompt_kernel(
-    q,
-    keys,
-    values,
-    key_scales,
-    value_scales,
-    page_table,
-    slots,
-    shared_tokens,
-    members,
-    bundles,
-    counts,
-    prompt_acc,
-    prompt_max,
-    prompt_sum,
-    q_stride,
-    table_stride,
-    page_stride,
-    scale_log2e,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    PAIRS: tl.constexpr,
-    TILE: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    q, keys, values, key_scales, value_scales, page_table, slots, shared_tokens, members, bundles,
+    counts, prompt_acc, prompt_max, prompt_sum, q_stride, table_stride, page_stride, scale_log2e,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    PAIRS: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     if OVERLAP:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
@@ -150,18 +129,10 @@ def _prompt_kernel(
         None if key_scales is None else key_scales + kv_head * PAGE_SIZE,
         None if key_scales is None else value_scales + kv_head * PAGE_SIZE,
         page_table + tl.load(slots + leader).to(tl.int64) * table_stride,
-        begin,
-        tl.minimum(begin + span, shared),
-        shared - 1,
-        page_stride,
-        scale_log2e,
-        0,
-        HEAD_DIM,
-        PAGE_SIZE,
-        TILE,
-        MASKED=False,
-        WINDOWED=False,
-    )
+        begin, tl.minimum(begin + span, shared), shared - 1, page_stride, scale_log2e, 0,
+        HEAD_DIM, PAGE_SIZE, TILE,
+        MASKED=False, WINDOWED=False,
+    )  # fmt: skip
     entry_M = ((row_M * tl.num_programs(0) + kv_head) * parts + part) * GROUP + pair_M % GROUP
     tl.store(prompt_max + entry_M, max_M, mask=real_M)
     tl.store(prompt_sum + entry_M, sum_M, mask=real_M)

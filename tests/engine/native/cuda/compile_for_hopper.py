@@ -40,14 +40,14 @@ MODELS = {  # family, overrides of its tiny config
     "experts": ("qwen3_moe", {"head_dim": 64}),
     "heads_of_80": ("llama", {"head_dim": 80}),
     "heads_of_96": ("gemma3_text", _GEMMA | {"head_dim": 96}),
-    # Heads as Qwen3.5 has them, also for training.
+    # Heads as Qwen3.5 has them, also for training, and a gated shared feed-forward.
     "hybrid": (
-        "qwen3_5_text",
+        "qwen3_5_moe_text",
         {"num_hidden_layers": 2, "head_dim": 256, "partial_rotary_factor": 0.25}
         | {"linear_key_head_dim": 128, "linear_value_head_dim": 128},
     ),
 }
-# The files of kernels that are compiled, where not all: the others' kernels are those of gemma3.
+# The files of kernels that are compiled, where not all: gemma3 and experts have the others.
 FILES = {"hybrid": ("delta_chunk_kernels", "delta_conv_kernels", "hybrid_kernels")}
 TYPES = {
     torch.float32: "*fp32",
@@ -127,15 +127,14 @@ def main() -> None:
     from areal.engine.native.runner import Chunk
     from areal.engine.native.scheduler import SlotTable
 
-    if sys.argv[1:] == ["fp8_training"]:
-        compiling.append("fp8_training")
-        compile_fp8_training()
-        return
     for name in sys.argv[1:]:
+        compiling.append(name)
+        if name == "fp8_training":
+            compile_fp8_training()
+            continue
         family, overrides = MODELS[name]
         shape = {"hidden_size": 128, "num_hidden_layers": 1} | overrides
         model = tiny_model(family, **shape).bfloat16()
-        compiling.append(name)
         num_states = None
         if model.args.delta is not None:
             num_states = 8

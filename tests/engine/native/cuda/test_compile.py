@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -13,18 +14,12 @@ TESTS = Path(__file__).resolve().parents[3]
 SHARED_BYTES = 227 * 1024  # that a program may take on an H200
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """Kernels that models have in common are compiled once."""
-    return tmp_path_factory.mktemp("triton")
-
-
-def compile_for_hopper(what: str, cache: Path) -> list[list[str]]:
+def compile_for_hopper(cache: Path, *what: str) -> list[list[str]]:
     """[model, kernel, shared bytes] of each specialization."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     paths = [str(TESTS), str(TESTS.parent)]
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("compile_for_hopper.py")), what],
+        [sys.executable, str(Path(__file__).with_name("compile_for_hopper.py")), *what],
         env={**env, "PYTHONPATH": os.pathsep.join(paths), "TRITON_CACHE_DIR": str(cache)},
         capture_output=True,
         text=True,
@@ -37,26 +32,23 @@ def compile_for_hopper(what: str, cache: Path) -> list[list[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "model", ["qwen3", "experts", "gemma3", "heads_of_80", "heads_of_96", "hybrid"]
-)
-def test_prefill_and_decode_compile_for_an_h200(model, cache):
-    lines = compile_for_hopper(model, cache)
-    kernels = {kernel for _, kernel, _ in lines}
-    if model == "hybrid":
-        training = {"solve_kernel", "states_back_kernel", "chunk_back_kernel", "conv_back_kernel"}
-        assert training | {"_recur_kernel", "_convolve_kernel", "_gated_rope_kernel"} <= kernels
-        return
+def test_kernels_compile_for_an_h200(tmp_path):
+    """In few processes and with one cache: models have kernels in common."""
+    models = ["qwen3", "experts", "gemma3", "heads_of_80", "heads_of_96"]
+    kernels = defaultdict(list)
+    for some in (models[:3], [*models[3:], "hybrid", "fp8_training"]):
+        for model, kernel, _ in compile_for_hopper(tmp_path, *some):
+            kernels[model].append(kernel)
+    training = {"solve_kernel", "states_back_kernel", "chunk_back_kernel", "conv_back_kernel"}
+    decoding = {"_recur_kernel", "_convolve_kernel", "_gated_rope_kernel", "_add_shared_kernel"}
+    assert training | decoding <= set(kernels["hybrid"])
     attention = {"_decode_kernel", "_prefill_kernel", "_prompt_kernel"}
-    assert attention | {"cut_kernel", "race_kernel", "_few_rows_kernel"} <= kernels
+    dense = attention | {"cut_kernel", "race_kernel", "_few_rows_kernel"}
     few, many = {"_norm_router_kernel", "_gate_up_kernel", "_down_kernel"}, {"_router_kernel"}
     experts = few | many | {"_group_kernel", "_expert_kernel"}
-    assert experts & kernels == (experts if model == "experts" else set())
-
-
-@pytest.mark.slow
-def test_training_in_fp8_compiles_for_an_h200(cache):
-    kernels = [kernel for _, kernel, _ in compile_for_hopper("fp8_training", cache)]
-    assert kernels.count("_weight_kernel") == 2  # as it is and transposed
+    for model in models:
+        assert dense <= set(kernels[model]), model
+        assert experts & set(kernels[model]) == (experts if model == "experts" else set()), model
+    assert kernels["fp8_training"].count("_weight_kernel") == 2  # as it is and transposed
     named = {"_quantize_kernel", "_gate_kernel", "_gate_grad_kernel", "_transpose_kernel"}
-    assert named <= set(kernels)
+    assert named <= set(kernels["fp8_training"])

@@ -31,8 +31,16 @@ SHAPE = {
     "num_experts_per_tok": 4,
     "moe_intermediate_size": 192,
     "num_hidden_layers": 3,
-    "mlp_only_layers": [1],
     "initializer_range": 0.05,
+}
+OWN = {
+    "qwen3_moe": {"mlp_only_layers": [1]},
+    "qwen3_5_moe_text": {
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "shared_expert_intermediate_size": 192,
+        "rms_norm_eps": 1e-6,
+    },
 }
 # Rounding may choose another expert where two are nearly equal, so both compute by the experts that
 # the engine returned. Then the engine may be as far from float32 as the module itself, with a
@@ -40,8 +48,9 @@ SHAPE = {
 MARGIN = 1.5
 
 
-def make_model(seed=0):
-    return tiny_model("qwen3_moe", seed=seed, **SHAPE).to("cuda", torch.bfloat16)
+def make_model(family="qwen3_moe", seed=0):
+    model = tiny_model(family, seed=seed, **SHAPE, **OWN[family])
+    return model.to("cuda", torch.bfloat16)
 
 
 def make_requests(count, seed=0):
@@ -90,14 +99,20 @@ def check(engine, requests, done):
     assert gap < MARGIN * module_gap, (gap, module_gap)
 
 
-@pytest.mark.parametrize("num_requests", [3, 8, 20, 100, 400])
-def test_logprobs_are_those_of_the_module_also_with_new_weights(num_requests):
-    engine = NativeEngine(make_model(), num_pages=4096, max_running=512)
+@pytest.mark.parametrize(
+    ("family", "num_requests"),
+    [
+        *(("qwen3_moe", count) for count in (3, 8, 20, 100, 400)),
+        *(("qwen3_5_moe_text", count) for count in (3, 100)),
+    ],
+)
+def test_logprobs_are_those_of_the_module_also_with_new_weights(family, num_requests):
+    engine = NativeEngine(make_model(family), num_pages=4096, max_running=512)
     assert isinstance(engine._runner, CudaRunner)
     requests = make_requests(num_requests)
     for version in range(2):
         if version:
-            new = make_model(seed=1)
+            new = make_model(family, seed=1)
             engine.load_weights(new.named_hf_tensors(), version, recompute_kv=True)
         for request in requests:
             engine.add(request)

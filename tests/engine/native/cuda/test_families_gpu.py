@@ -132,6 +132,7 @@ def test_logprobs_in_float32(name, monkeypatch):
     monkeypatch.setattr(shared_prompts, "MIN_SAVED_BYTES", 1)
     model = make_model(name, 0, torch.float32)
     engine = NativeEngine(model, num_pages=6000, max_running=64)
+    assert isinstance(engine._runner, CudaRunner)
     for count in (3, 30):
         requests = requests_of(count, seed=count)
         sequences, found = run(engine, requests)

@@ -321,14 +321,15 @@ def test_logprobs_equal_a_full_forward(make_engine, family, num_requests, shape)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in divide")  # rows of padding
-def test_states_of_samples_that_stop_of_turns_and_of_new_weights(make_engine, device):
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5_moe_text"])
+def test_states_of_samples_that_stop_of_turns_and_of_new_weights(make_engine, family, device):
     """Prompts that go on where a sequence has ended start from a state at a border of pages, which
     is its own even though the runner was ahead of it."""
-    engine, history = make_engine("qwen3_5_text", shape=HYBRID), [3, 1, 4]
+    engine, history = make_engine(family, shape=HYBRID), [3, 1, 4]
     stops = {"ignore_eos": False, "stop_token_ids": list(range(0, VOCAB, 2))}
     for turn, (num_samples, most) in enumerate([(2, 3), (1, 2), (1, 1)]):
         if turn == 2:
-            weights = small_model("qwen3_5_text", 1, **HYBRID).to(device)
+            weights = small_model(family, 1, **HYBRID).to(device)
             engine.load_weights(weights.named_hf_tensors(), 1, recompute_kv=True)
         for sample in range(num_samples):
             options = {"seed": sample, "max_new_tokens": most, "ignore_eos": True}

@@ -1,0 +1,86 @@
+"""Forks the commands of a page from a process that has imported torch already (fork_server.py).
+
+programs = Programs(run)           # run(argv) -> exit code, in the forked process
+env |= programs.env                # for docs_client.py, which a page's shell starts
+programs.close()
+
+client -> {"argv", "cwd", "env"} and its descriptors 0, 1 and 2 -> the forked process has them
+       -> one byte per signal that it got                       -> sent on
+       <- one byte, the exit code
+A client that ends before its command takes it along.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+
+from fork_server import FORKS
+
+_numbers = itertools.count()
+
+
+class Programs:
+    """Listens until `close`, with a thread for each command that runs."""
+
+    def __init__(self, run: Callable[[list[str]], int]) -> None:
+        self._run = run
+        name = f"areal-docs-{os.getpid()}-{next(_numbers)}"
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind("\0" + name)
+        self._listener.listen()
+        self.env = {"AREAL_DOCS_PROGRAMS": name}
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _listen(self) -> None:
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                client, _ = self._listener.accept()
+                threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        with client, contextlib.ExitStack() as stack:
+            head, descriptors, _, _ = socket.recv_fds(client, 8, 3)
+            streams = [stack.enter_context(Connection(number)) for number in descriptors]
+            order = json.loads(client.recv(int.from_bytes(head, "big"), socket.MSG_WAITALL))
+            process = FORKS.Process(target=_run_order, args=(self._run, order, streams))
+            process.start()
+            threading.Thread(target=_pass_signals, args=(client, process), daemon=True).start()
+            process.join()
+            with contextlib.suppress(OSError):  # it was killed, and the client is gone
+                client.sendall(bytes([process.exitcode % 256]))
+                client.shutdown(socket.SHUT_RDWR)
+
+
+def _pass_signals(client: socket.socket, process: BaseProcess) -> None:
+    with contextlib.suppress(OSError):
+        while received := client.recv(1):
+            os.kill(process.pid, received[0])
+    with contextlib.suppress(OSError):
+        os.kill(process.pid, signal.SIGKILL)
+
+
+def _run_order(run: Callable[[list[str]], int], order: dict, streams: list[Connection]) -> None:
+    for target, stream in enumerate(streams):
+        os.dup2(stream.fileno(), target)
+        stream.close()
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 (until the process ends)
+    os.environ.clear()
+    os.environ.update(order["env"])
+    os.chdir(order["cwd"])
+    # A page's own modules must be found as for a user, not because this test has them on its path.
+    sys.path[:] = [entry for entry in sys.path if not entry.startswith(order["cwd"])]
+    sys.exit(run(order["argv"]))
