@@ -17,9 +17,11 @@ from areal.utils import stats_tracker
 
 
 class QuietEngine:
-    """Stands for the client of servers; a copy counts one request for each answer it is part of."""
+    """Stands for the client of servers; a copy counts one request for each answer it is part of,
+    which was in flight for a second."""
 
     num_requests = 0  # that copies have told of
+    in_flight_s = 0.0
     newest_version = None
 
     def initialize(self) -> None: ...
@@ -31,6 +33,12 @@ class QuietEngine:
 
     def add_counts(self, counts: dict[str, int]) -> None:
         self.num_requests += counts["requests"]
+
+    def take_in_flight(self) -> dict[str, list[tuple[float, float]]]:
+        return {"server": [(1.0, 2.0)]}
+
+    def add_in_flight(self, intervals: dict[str, list[tuple[float, float]]]) -> None:
+        self.in_flight_s += sum(end - start for start, end in intervals["server"])
 
 
 @dataclass

@@ -99,6 +99,7 @@ def test_the_same_groups_and_statistics_as_in_the_controller(tmp_path):
             for round_ in range(2):  # the second time is the stream of the first
                 there = executor.rollout_batch(rows, recipe, group_size=3)
                 assert engine.num_requests == len(rows) * (round_ + 1), "one for each group"
+                assert engine.in_flight_s == engine.num_requests, "a second for each"
                 assert stats_tracker.export_all() == recorded_here
                 for mine, theirs in zip(here, there, strict=True):
                     assert mine.keys() == theirs.keys()
