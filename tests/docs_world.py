@@ -56,7 +56,13 @@ TITLE = re.compile(r'title="([^"]+)"')
 DOCUMENTED_PORT = "8600"  # pages serve there; the test on a port that is free
 NEEDS_A_NETWORK = ("git clone", "pip install")
 BLOCK_TIMEOUT_S = 600
-WARM_STARTS = ("code/sft", "search/sft", "service/sft", "terminal/sft")  # of docs/examples/
+WARM_STARTS = (
+    "code/sft",
+    "search/sft",
+    "service/sft",
+    "terminal/sft",
+    "tir/sft",
+)  # of docs/examples/
 LOOP = "examples/math/rl_loop.py"
 PR_SET_PDEATHSIG = 1
 DONE = "@@ block"  # begins the line that ends a block, with its exit code
