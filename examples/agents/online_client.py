@@ -5,7 +5,7 @@
     python examples/agents/online_client.py http://127.0.0.1:8700   # meanwhile, elsewhere
 
 A product would be here: sessions of its users, and rewards when they are known. A second argument
-names one of areal's rewards, such as gsm8k.
+names one of areal's rewards, such as gsm8k; without it the program needs no areal.
 """
 
 import os
@@ -15,13 +15,17 @@ import time
 import httpx
 from openai import OpenAI
 
-from areal.reward import get_reward_fn
-
 CLIENT = OpenAI(base_url="http://127.0.0.1", api_key="none")  # its connections serve all sessions
 
 
 def contains(prompt, completion, prompt_ids, completion_ids, answer, **row) -> float:
     return float(answer in completion)
+
+
+def named(reward: str):
+    from areal.reward import get_reward_fn  # late: a program outside may have no areal
+
+    return get_reward_fn(reward)
 
 
 def play(session: dict, reward_fn=contains) -> float:
@@ -58,5 +62,5 @@ def finish(http: httpx.Client, session: dict, play) -> None:
 
 
 if __name__ == "__main__":
-    chosen = get_reward_fn(sys.argv[2]) if len(sys.argv) > 2 else contains
+    chosen = named(sys.argv[2]) if len(sys.argv) > 2 else contains
     print(main(sys.argv[1], lambda session: play(session, chosen)), "episodes")
