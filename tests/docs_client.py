@@ -16,7 +16,7 @@ def main() -> int:
     order = {"argv": sys.argv[1:], "cwd": os.getcwd(), "env": dict(os.environ)}
     text = json.dumps(order).encode()
     with socket.socket(socket.AF_UNIX) as programs:
-        programs.connect("\0" + os.environ["AREAL_DOCS_PROGRAMS"])
+        programs.connect(os.environ["AREAL_DOCS_PROGRAMS"])
         socket.send_fds(programs, [len(text).to_bytes(8, "big")], [0, 1, 2])
         programs.sendall(text)
         for number in (signal.SIGINT, signal.SIGTERM):

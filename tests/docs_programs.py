@@ -13,12 +13,12 @@ A client that ends before its command takes it along.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -26,24 +26,25 @@ from multiprocessing.process import BaseProcess
 
 from fork_server import FORKS
 
-_numbers = itertools.count()
-
 
 class Programs:
     """Listens until `close`, with a thread for each command that runs."""
 
     def __init__(self, run: Callable[[list[str]], int]) -> None:
         self._run = run
-        name = f"areal-docs-{os.getpid()}-{next(_numbers)}"
+        # Of this user alone: whoever connects has commands run.
+        self._folder = tempfile.TemporaryDirectory(prefix="areal-docs-")
+        address = os.path.join(self._folder.name, "socket")
         self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind("\0" + name)
+        self._listener.bind(address)
         self._listener.listen()
-        self.env = {"AREAL_DOCS_PROGRAMS": name}
+        self.env = {"AREAL_DOCS_PROGRAMS": address}
         threading.Thread(target=self._listen, daemon=True).start()
 
     def close(self) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+        self._folder.cleanup()
 
     def _listen(self) -> None:
         with contextlib.suppress(OSError):  # closed

@@ -69,8 +69,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("RolloutExecutor")
 
 _REJECTED_BATCHES = 10  # in a row, before a warning
-# A transaction costs about as much as the outcomes in it, so a busy loop collects them: after one,
-# it waits this many times as long as that took. Who waits for less than that notices nothing.
+# A transaction costs about as much as the outcomes in it, so a busy loop collects them: the next
+# one begins this many times as long after the last as that took, or when the trainer needs it.
 _PAUSE = 9
 _MAX_PAUSE_S = 0.02
 

@@ -30,7 +30,7 @@ def weight_checksums(engine: NativeEngine) -> Checksums:
     engine.check_score([[0]])
     if engine.is_merged:
         raise ValueError(
-            "the adapter was merged into the weights here, and sums are rounded otherwise there"
+            "the adapter was merged into the weights here, so their bits differ from the trainer's"
         )
     weights = stored_checksums(engine.model)
     return weights | {name: checksum_of(tensor) for name, tensor in engine.adapters.live_tensors()}

@@ -40,9 +40,7 @@ if TYPE_CHECKING:
 
 _DYING_S = 2.0  # a killed process closes its connections shortly before it ends
 _LOOK_S = 0.5  # poll interval
-_ASK_S = (
-    5.0  # the same of a hosted server, where a look is a remote call; lost requests tell sooner
-)
+_ASK_S = 5.0  # the same of a hosted server: a remote call. A lost request looks at once (`wait`)
 _PROBE_S = 5.0  # timeout of one readiness probe
 _STOP_S = 15.0
 
@@ -213,7 +211,8 @@ class HostedServer:
         return self, self._host.start("start")
 
     def poll(self) -> int | None:
-        """As of the last look: the watchers of a fleet share one process with its client."""
+        """Looks every few seconds only, and is None in between: a look is a remote call, and the
+        watchers of a fleet share one process with its client."""
         if time.monotonic() < self._next_look:
             return None
         self._next_look = time.monotonic() + _ASK_S
