@@ -178,7 +178,6 @@ class Fleet:
             [process.address for process in processes],
             "none",
             processes=processes,
-            max_restarts=2 * num_servers,
             setup_timeout_s=PATIENCE_S,
             address_file=self._folder / f"servers{num_servers}.json",
         )

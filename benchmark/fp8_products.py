@@ -99,6 +99,7 @@ def product_rows(name: str, m: int, n: int, k: int, b_scaling: ScalingType) -> l
 def kernel_rows(dim: int, hidden: int) -> list[Row]:
     x = torch.randn(TOKENS, dim, device="cuda", dtype=torch.bfloat16)
     gate = torch.randn(TOKENS, hidden, device="cuda", dtype=torch.bfloat16)
+    gate_up = torch.randn(TOKENS, 2 * hidden, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(hidden, dim, device="cuda", dtype=torch.bfloat16)
     kernels = fp8_training_kernels
     rows = kernels.quantize(gate)
@@ -107,17 +108,17 @@ def kernel_rows(dim: int, hidden: int) -> list[Row]:
         "quantize": (lambda: kernels.quantize(x), 3 * x.numel()),
         "quantize_hidden": (lambda: kernels.quantize(gate), 3 * gate.numel()),
         "transpose_hidden": (lambda: kernels.transpose(*rows, top), 2 * gate.numel()),
-        "gated": (lambda: kernels.quantize_gated(gate, gate), 5 * gate.numel()),
+        "gated": (lambda: kernels.quantize_gated(gate_up), 5 * gate.numel()),
         "gate_grads": (
-            lambda: kernels.quantize_gate_grads(gate, gate, gate),
+            lambda: kernels.quantize_gate_grads(gate, gate_up),
             8 * gate.numel(),
         ),
         "weight": (
-            lambda: fp8_products.quantize_weight(weight, transposed=False),
+            lambda: fp8_products.quantize_weights([weight], transposed=False),
             3 * weight.numel(),
         ),
         "weight_transposed": (
-            lambda: fp8_products.quantize_weight(weight, transposed=True),
+            lambda: fp8_products.quantize_weights([weight], transposed=True),
             3 * weight.numel(),
         ),
         "copy": (lambda: gate.clone(), 4 * gate.numel()),

@@ -163,7 +163,7 @@ class Load:
         """(prompt, output length); the samples of a prompt stand together."""
         rng = random.Random(1)
         prompts = [
-            [rng.randrange(1000, 150_000) for _ in range(self.num_in)] for _ in range(self.prompts)
+            [rng.randrange(1000, 100_000) for _ in range(self.num_in)] for _ in range(self.prompts)
         ]
         lengths = self.lengths() if num_out is None else [num_out] * self.num_requests
         return [(prompts[i // self.samples], n) for i, n in enumerate(lengths)]
@@ -430,17 +430,17 @@ def body_weights(args: DecoderArgs, num_rows: int) -> tuple[float, float]:
 def measure_ceilings(fp8: bool = False) -> Ceilings:
     source = torch.randn(1 << 29, device="cuda", dtype=torch.bfloat16)
     target = torch.empty_like(source)
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     copy = _median_seconds(lambda: target.copy_(source))
-    if fp8:
-        x, y = a.to(FP8), b.to(FP8).t()
-        one = torch.ones((), device="cuda")
-        product = _median_seconds(
-            lambda: torch._scaled_mm(x, y, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
-        )
-    else:
-        product = _median_seconds(lambda: a @ b)
-    return Ceilings(2 * source.nbytes / copy, 2 * 8192**3 / product)
+    return Ceilings(2 * source.nbytes / copy, 2 * 8192**3 / _median_seconds(square_product(fp8)))
+
+
+def square_product(fp8: bool) -> Callable[[], torch.Tensor]:
+    """Of matrices with 8192 rows and columns."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    if not fp8:
+        return lambda: a @ b
+    x, y, one = a.to(FP8), b.to(FP8).t(), torch.ones((), device="cuda")
+    return lambda: torch._scaled_mm(x, y, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
 
 
 def _median_seconds(work: Callable[[], object], repeats: int = 20) -> float:
@@ -488,7 +488,7 @@ def _chat(engine: NativeEngine) -> float:
                 num_cached += done.cached_tokens
                 num_prompt += len(chat)
             chat += done.output_tokens
-            chat += [rng.randrange(1000, 150_000) for _ in range(TURN_TOKENS)]
+            chat += [rng.randrange(1000, 100_000) for _ in range(TURN_TOKENS)]
     return num_cached / num_prompt
 
 

@@ -30,6 +30,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from generation import (
+    FP8_SUFFIX,
     LOADS,
     Ceilings,
     Load,
@@ -40,6 +41,7 @@ from generation import (
     random_model,
     request_options,
     shapes_of,
+    square_product,
     warm_up,
 )
 from report import Row, print_table, write_json
@@ -103,26 +105,28 @@ def main() -> int:
 
 
 def _run(names: list[str]) -> list[Row]:
-    burst = measure_ceilings()
-    sustained = replace(burst, flop_per_s=sustained_matrix_rate())
     (shape,) = shapes_of(names)
+    fp8 = shape.endswith(FP8_SUFFIX)
+    burst = measure_ceilings(fp8)
+    sustained = replace(burst, flop_per_s=sustained_matrix_rate(fp8))
     engine = NativeEngine(random_model(shape), max_running=1024)
+    rate = f"matrix_rate{FP8_SUFFIX * fp8}"
     return [
         Row("copy_bandwidth", burst.bytes_per_s / 1e12, "TB/s"),
-        Row("matrix_rate", burst.flop_per_s / 1e12, "TFLOP/s"),
-        Row("matrix_rate_sustained", sustained.flop_per_s / 1e12, "TFLOP/s"),
+        Row(rate, burst.flop_per_s / 1e12, "TFLOP/s"),
+        Row(f"{rate}_sustained", sustained.flop_per_s / 1e12, "TFLOP/s"),
         *(row for name in names for row in profile_load(name, engine, burst, sustained)),
     ]
 
 
-def sustained_matrix_rate(seconds: float = 3.0) -> float:
+def sustained_matrix_rate(fp8: bool, seconds: float = 3.0) -> float:
     """Of the product that `measure_ceilings` times for a moment, without a break."""
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    product = square_product(fp8)
     torch.cuda.synchronize()
     begin, num_products = time.perf_counter(), 0
     while time.perf_counter() - begin < seconds:
         for _ in range(100):
-            a @ b
+            product()
         torch.cuda.synchronize()
         num_products += 100
     return 2 * 8192**3 * num_products / (time.perf_counter() - begin)
@@ -144,7 +148,8 @@ def profile_load(
     while engine.has_work:
         engine.step()
     decode = {kind: seconds / num_steps for kind, seconds in decode.items()}
-    works = prefill_work(args, load), decode_work(args, load)
+    num_bytes = 1 if engine.model.has_fp8_cache else 2  # of a number in the blocks and the cache
+    works = prefill_work(args, load, num_bytes), decode_work(args, load, num_bytes)
     least, least_sustained = ([w.least_seconds(c) for w in works] for c in (burst, sustained))
     return [
         *_rows(f"{name}/prefill", "ms", prefill, least[0]),
@@ -183,14 +188,14 @@ def kind_of(kernel: str) -> str:
     return next((kind for kind, names in KINDS.items() if re.search(names, kernel)), "rest")
 
 
-def prefill_work(args: DecoderArgs, load: Load) -> Work:
+def prefill_work(args: DecoderArgs, load: Load, num_bytes: int) -> Work:
     num_rows, head = load.prompts * load.num_in, args.dim * args.vocab_size
     read, used = body_weights(args, num_rows)
     # Of a row at position p a layer reads min(p + 1, window) keys.
     short = [min(window, load.num_in) for window in windows(args)]
     pairs = load.prompts * sum(n * (n + 1) / 2 + (load.num_in - n) * n for n in short)
     return Work(
-        matrix_bytes=2 * read,
+        matrix_bytes=num_bytes * read,
         matrix_flop=2 * used * num_rows + 2 * head * load.num_requests,
         cache_bytes=0.0,
         attention_flop=4 * pairs * args.n_heads * args.head_dim,
@@ -204,16 +209,16 @@ def windows(args: DecoderArgs) -> list[int]:
     return [args.window(layer) or sys.maxsize for layer in args.attention_layers]
 
 
-def decode_work(args: DecoderArgs, load: Load) -> Work:
+def decode_work(args: DecoderArgs, load: Load, num_bytes: int) -> Work:
     """Of a step at half of the output: the mean over all steps."""
     head = args.dim * args.vocab_size
     read, used = body_weights(args, load.num_requests)
     length = load.num_in + load.num_out / 2
     cached = load.num_requests * sum(min(length, window) for window in windows(args))
     return Work(
-        matrix_bytes=2 * (read + head),
+        matrix_bytes=num_bytes * read + 2 * head,
         matrix_flop=2 * (used + head) * load.num_requests,
-        cache_bytes=cached * 4 * args.n_kv_heads * args.head_dim,
+        cache_bytes=cached * 2 * num_bytes * args.n_kv_heads * args.head_dim,
         attention_flop=4 * cached * args.n_heads * args.head_dim,
         state_bytes=2 * load.num_requests * (state_bytes(args, 2) if args.delta else 0),
         logit_bytes=4.0 * load.num_requests * args.vocab_size,

@@ -95,8 +95,8 @@ def test_the_work_of_attention_stops_at_the_window(profile):
     load = Load("gemma3_1b", prompts=1, num_in=5, num_out=4)
     per_pair = 4 * args.n_heads * args.head_dim
     # Rows of the layer with a window see 1, 2, 3, 3, 3 keys, of the other 1 to 5.
-    assert profile.prefill_work(args, load).attention_flop == (12 + 15) * per_pair
-    assert profile.decode_work(args, load).attention_flop == (3 + 7) * per_pair
+    assert profile.prefill_work(args, load, 2).attention_flop == (12 + 15) * per_pair
+    assert profile.decode_work(args, load, 2).attention_flop == (3 + 7) * per_pair
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from tiny import tiny_model
 from torch import nn
 
 from areal.models.common.attention import PackedAttention
-from areal.models.common.fp8_products import quantize, quantize_weight, transpose
+from areal.models.common.fp8_products import quantize, quantize_weights, transpose
 from areal.models.common.fp8_training import (
     BlockwiseFeedForward,
     BlockwiseLinear,
@@ -51,7 +51,7 @@ def test_products_are_those_of_the_rounded_factors(tokens, dim, out):
     layer, x = blockwise(torch.randn(out, dim)), x.requires_grad_()
     found = layer(x)
     found.backward(grad)
-    q, scale = quantize_weight(layer.weight.detach(), transposed=False)
+    q, scale = quantize_weights([layer.weight.detach()], transposed=False)
     weight = exact(q, scale.repeat_interleave(128, 0)[:out])
     of_x, of_grad = quantize(x.detach()), quantize(grad)
     rows, grad_rows = exact(of_x[0], of_x[1].t()), exact(of_grad[0], of_grad[1].t())
@@ -99,7 +99,7 @@ def logits(model, tokens):
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "gemma3_text"])
 def test_a_model_is_near_and_keeps_its_names(family):
-    plain, model = tiny_model(family).train(), tiny_model(family).train()
+    plain, model = (tiny_model(family, intermediate_size=128).train() for _ in range(2))
     names = list(model.state_dict())
     train_in_fp8(model, [])
     assert list(model.state_dict()) == names and list(dict(model.named_parameters())) == list(
@@ -136,7 +136,7 @@ def test_excluded_layers_keep_their_precision():
 
 
 def test_a_fused_feed_forward_is_that_of_its_layers():
-    dense = copy.deepcopy(tiny_model("qwen3").layers["0"].feed_forward)
+    dense = copy.deepcopy(tiny_model("qwen3", intermediate_size=256).layers["0"].feed_forward)
     for name in ("w1", "w2", "w3"):
         setattr(dense, name, BlockwiseLinear(getattr(dense, name)))
     fused, grad = BlockwiseFeedForward(copy.deepcopy(dense)), torch.randn(150, 32)

@@ -33,7 +33,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
@@ -137,11 +137,7 @@ class PackedAttention:
         window: int | None,
         scale: float | None,
     ) -> torch.Tensor:
-        from torch.nn.attention.varlen import varlen_attn  # importing it registers operators
-
-        # Older releases share key-value heads without the option.
-        takes_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
-        gqa: dict[str, Any] = {"enable_gqa": True} if takes_gqa else {}
+        varlen_attn, gqa = _varlen_attention()
         bounds, longest = self._cu_seqlens, self._max_seqlen
         out_TNH = varlen_attn(
             q_TNH, k_TKH, v_TKH, bounds, bounds, longest, longest, scale=scale,
@@ -167,6 +163,15 @@ class PackedAttention:
             rectangles.append((token_BS.flatten().to(device), (len(group), size)))
             offset += token_BS.numel()
         return rectangles, slot_T.to(device)
+
+
+@cache
+def _varlen_attention() -> tuple[Callable[..., Any], dict[str, bool]]:
+    """The kernel, and its option to share key-value heads, which older releases do without."""
+    from torch.nn.attention.varlen import varlen_attn  # importing it registers operators
+
+    takes_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return varlen_attn, {"enable_gqa": True} if takes_gqa else {}
 
 
 def _packed_kernel_takes(q_TNH: torch.Tensor) -> bool:

@@ -147,8 +147,11 @@ def _parts(qkv_TX: torch.Tensor, sizes: DeltaArgs):
 
 def _constants(x: torch.Tensor, sizes: DeltaArgs) -> dict[str, Any]:
     # Three products of halves are as good as one of float32. Of 16 bits only the inverse of a chunk
-    # is float32, and rounded to 16 bits after it.
+    # is float32, and rounded to 16 bits after it. Heads of 16 have two warps: with four,
+    # products of 16 bits with 16 columns were garbage on an H200 (torch 2.11).
+    is_narrow = min(sizes.key_dim, sizes.value_dim) < 32
     return {
+        "num_warps": 2 if is_narrow else 4,
         "N": sizes.num_value_heads,
         "H": sizes.num_key_heads,
         "K": sizes.key_dim,
@@ -184,7 +187,7 @@ def solve(
     chunk_kernels.solve_kernel[(len(chunks.bounds_M2), heads)](
         mixed_TX, decay_TN, beta_TN, chunks.bounds_M2, solved.sums_TN, solved.inverse_TNC,
         solved.reads_TNK, solved.writes_TNV, mixed_TX.shape[1],
-        **_constants(mixed_TX, sizes), num_warps=4, num_stages=1,
+        **_constants(mixed_TX, sizes), num_stages=1,
     )  # fmt: skip
     return solved
 
@@ -209,7 +212,7 @@ def carry(
     chunk_kernels.states_kernel[grid](
         mixed_TX, solved.sums_TN, solved.reads_TNK, solved.writes_TNV, states, chunks.bounds_M2,
         chunks.first_R1, *(cache or (None, None, None)), mixed_TX.shape[1],
-        BV=block, **_constants(mixed_TX, sizes), num_warps=4, num_stages=stages,
+        BV=block, **_constants(mixed_TX, sizes), num_stages=stages,
     )  # fmt: skip
     return states
 
@@ -225,7 +228,7 @@ def read(
     grid = (len(chunks.bounds_M2), sizes.num_value_heads, sizes.value_dim // block)
     chunk_kernels.outputs_kernel[grid](
         mixed_TX, solved.sums_TN, solved.writes_TNV, states, chunks.bounds_M2, out_TNV,
-        mixed_TX.shape[1], BV=block, **_constants(mixed_TX, sizes), num_warps=4, num_stages=1,
+        mixed_TX.shape[1], BV=block, **_constants(mixed_TX, sizes), num_stages=1,
     )  # fmt: skip
     return out_TNV
 
@@ -247,12 +250,12 @@ def _recur_back(
     block = min(value_dim, 64)
     chunk_kernels.values_back_kernel[(num_chunks, heads, value_dim // block)](
         mixed_TX, solved.sums_TN, bounds, d_out_TNV, d_writes, stride,
-        BV=block, **constants, num_warps=4, num_stages=1,
+        BV=block, **constants, num_stages=1,
     )  # fmt: skip
     block = _value_block(sizes, chunks)
     chunk_kernels.states_back_kernel[(value_dim // block, heads, len(chunks.first_R1) - 1)](
         mixed_TX, solved.sums_TN, solved.reads_TNK, bounds, chunks.first_R1, d_out_TNV, d_writes,
-        d_states, stride, BV=block, **constants, num_warps=4, num_stages=1,
+        d_states, stride, BV=block, **constants, num_stages=1,
     )  # fmt: skip
     blocks = {"BK": min(key_dim, 64), "BV": min(value_dim, 64)}
     num_blocks = key_dim // blocks["BK"]
@@ -262,13 +265,13 @@ def _recur_back(
     chunk_kernels.chunk_back_kernel[(num_chunks, heads, num_blocks)](
         mixed_TX, solved.sums_TN, solved.writes_TNV, states, bounds, d_out_TNV, d_writes, d_states,
         d_mixed, d_reads, d_sums, stride, num_tokens * heads,
-        **blocks, **constants, num_warps=4, num_stages=1,
+        **blocks, **constants, num_stages=1,
     )  # fmt: skip
     d_decay_TN, d_beta_TN = torch.empty_like(solved.sums_TN), torch.empty_like(beta_TN)
     chunk_kernels.solve_back_kernel[(num_chunks, heads)](
         mixed_TX, beta_TN, solved.sums_TN, solved.inverse_TNC, bounds, d_writes, d_reads, d_sums,
         d_mixed, d_decay_TN, d_beta_TN, stride, num_tokens * heads,
-        BLOCKS=num_blocks, **constants, num_warps=4, num_stages=1,
+        BLOCKS=num_blocks, **constants, num_stages=1,
     )  # fmt: skip
     return _of_key_heads(d_mixed, sizes), d_decay_TN, d_beta_TN
 

@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from areal.models.common.attention import Attention
+from areal.models.common.fp8 import GROUP
 from areal.models.common.fp8_products import (
-    quantize,
-    quantize_gate_grads,
-    quantize_gated,
-    times_weight,
-    weight_grad,
+    feed_forward,
+    feed_forward_back,
+    linear,
+    linear_back,
 )
 from areal.models.common.moe import FeedForward
 
@@ -71,10 +71,7 @@ class BlockwiseLinear(nn.Linear):
 def project_together(x_TD: torch.Tensor, *linears: nn.Linear) -> list[torch.Tensor]:
     """The outputs of layers that read the same input, by one product in each direction."""
     weights = [linear.weight for linear in linears]
-    if torch.is_grad_enabled():
-        out_TN = cast(torch.Tensor, _Linear.apply(x_TD, *weights))
-    else:
-        out_TN = times_weight(*quantize(x_TD), weights, x_TD.shape[0], False)
+    out_TN = cast(torch.Tensor, _Linear.apply(x_TD, *weights))
     parts = out_TN.split([linear.out_features for linear in linears], 1)
     return [
         part.contiguous() if linear.bias is None else part + linear.bias
@@ -85,21 +82,19 @@ def project_together(x_TD: torch.Tensor, *linears: nn.Linear) -> list[torch.Tens
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_TD, *weights):
-        q, scale = quantize(x_TD)
-        ctx.save_for_backward(q, scale, *weights)
-        return times_weight(q, scale, weights, x_TD.shape[0], False)
+        out_TN, *rows = linear(x_TD, weights)
+        ctx.save_for_backward(*rows, *weights)
+        return out_TN
 
     @staticmethod
     def backward(ctx, grad_TN):
         q, scale, *weights = ctx.saved_tensors
-        grad = quantize(grad_TN)
-        grad_TD = times_weight(*grad, weights, grad_TN.shape[0], True)
-        grad_ND = weight_grad(*grad, q, scale, weights[0].dtype)
+        grad_TD, grad_ND = linear_back(grad_TN, q, scale, weights)
         return grad_TD, *grad_ND.split([len(weight) for weight in weights])
 
 
 class BlockwiseFeedForward(FeedForward):
-    """w2(silu(w1(x)) * w3(x)) whose product of gate and up exists in FP8 only."""
+    """w2(silu(w1(x)) * w3(x)) in one step."""
 
     def __init__(self, dense: FeedForward) -> None:
         nn.Module.__init__(self)
@@ -107,54 +102,28 @@ class BlockwiseFeedForward(FeedForward):
         self.w1, self.w2, self.w3 = dense.w1, dense.w2, dense.w3
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        w1_FD, w3_FD, w2_DF = self.w1.weight, self.w3.weight, self.w2.weight
-        if torch.is_grad_enabled():
-            return cast(torch.Tensor, _FeedForward.apply(x_TD, w1_FD, w3_FD, w2_DF))
-        num_tokens = x_TD.shape[0]
-        gate_TF, up_TF = _gate_up(quantize(x_TD), w1_FD, w3_FD, num_tokens)
-        return times_weight(*quantize_gated(gate_TF, up_TF), [w2_DF], num_tokens, False)
+        weights = (self.w1.weight, self.w3.weight, self.w2.weight)
+        return cast(torch.Tensor, _FeedForward.apply(x_TD, *weights))
 
 
 class _FeedForward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TD, w1_FD, w3_FD, w2_DF):
-        num_tokens, x = x_TD.shape[0], quantize(x_TD)
-        gate_TF, up_TF = _gate_up(x, w1_FD, w3_FD, num_tokens)
-        hidden = quantize_gated(gate_TF, up_TF)
-        ctx.save_for_backward(*x, gate_TF, up_TF, *hidden, w1_FD, w3_FD, w2_DF)
-        return times_weight(*hidden, [w2_DF], num_tokens, False)
+    def forward(ctx, x_TD, *weights):
+        out_TD, *kept = feed_forward(x_TD, *weights)
+        ctx.save_for_backward(*kept, *weights)
+        return out_TD
 
     @staticmethod
     def backward(ctx, grad_TD):
-        q, scale, gate_TF, up_TF, hidden_q, hidden_scale, w1_FD, w3_FD, w2_DF = ctx.saved_tensors
-        num_tokens, dtype, out = grad_TD.shape[0], w1_FD.dtype, quantize(grad_TD)
-        hidden_TF = times_weight(*out, [w2_DF], num_tokens, True)
-        made = quantize_gate_grads(hidden_TF, gate_TF, up_TF)
-        gate, up = made[:2], made[2:]
-        grad_TD = times_weight(*gate, [w1_FD], num_tokens, True)
-        grad_TD = grad_TD + times_weight(*up, [w3_FD], num_tokens, True)
-        return (
-            grad_TD,
-            weight_grad(*gate, q, scale, dtype),
-            weight_grad(*up, q, scale, dtype),
-            weight_grad(*out, hidden_q, hidden_scale, dtype),
-        )
-
-
-def _gate_up(
-    x: tuple[torch.Tensor, torch.Tensor],
-    w1_FD: torch.Tensor,
-    w3_FD: torch.Tensor,
-    num_tokens: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    gate_TF = times_weight(*x, [w1_FD], num_tokens, False)
-    return gate_TF, times_weight(*x, [w3_FD], num_tokens, False)
+        grad_TD, both_2FD, w2_grad = feed_forward_back(grad_TD, *ctx.saved_tensors)
+        return grad_TD, *both_2FD.chunk(2), w2_grad
 
 
 def _can_fuse(dense: FeedForward) -> bool:
     has_bias = any(linear.bias is not None for linear in (dense.w1, dense.w2, dense.w3))
     is_silu = dense.activation is F.silu
-    return is_silu and not has_bias and _are_blockwise(dense, "w1", "w2", "w3")
+    is_whole = dense.w1.out_features % GROUP == 0  # no group has features of gate and of up
+    return is_silu and is_whole and not has_bias and _are_blockwise(dense, "w1", "w2", "w3")
 
 
 def _are_blockwise(owner: nn.Module, *names: str) -> bool:

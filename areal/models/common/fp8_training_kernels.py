@@ -11,12 +11,16 @@ features; N rows of a weight.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 
 from areal.models.common.fp8 import FP8, GROUP
 from areal.models.common.fp8_kernels import power_of_two_scale
+
+MAX_WEIGHTS = 3  # of one launch: what reads the same input in a block
 
 
 def quantize(x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -30,11 +34,11 @@ def quantize(x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return rows
 
 
-def quantize_gated(gate_TF: torch.Tensor, up_TF: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    num_tokens, dim = gate_TF.shape
-    rows = new_rows(num_tokens, dim, gate_TF.device)
+def quantize_gated(gate_up_T2F: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    num_tokens, dim = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
+    rows = new_rows(num_tokens, dim, gate_up_T2F.device)
     _gate_kernel[_tiles(num_tokens, dim)](
-        gate_TF, up_TF, *rows, num_tokens, len(rows[0]), dim,
+        gate_up_T2F, *rows, num_tokens, len(rows[0]), dim,
         GROUP=GROUP,
         num_warps=8,
     )  # fmt: skip
@@ -42,17 +46,17 @@ def quantize_gated(gate_TF: torch.Tensor, up_TF: torch.Tensor) -> tuple[torch.Te
 
 
 def quantize_gate_grads(
-    grad_TF: torch.Tensor, gate_TF: torch.Tensor, up_TF: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    num_tokens, dim = gate_TF.shape
-    of_gate = new_rows(num_tokens, dim, gate_TF.device)
-    of_up = new_rows(num_tokens, dim, gate_TF.device)
+    grad_TF: torch.Tensor, gate_up_T2F: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    num_tokens, dim = grad_TF.shape
+    assert dim % GROUP == 0, dim  # a group has features of the gate or of up
+    rows = new_rows(num_tokens, 2 * dim, grad_TF.device)
     _gate_grad_kernel[_tiles(num_tokens, dim)](
-        grad_TF, gate_TF, up_TF, *of_gate, *of_up, num_tokens, len(of_up[0]), dim,
+        grad_TF, gate_up_T2F, *rows, num_tokens, len(rows[0]), dim,
         GROUP=GROUP,
         num_warps=16,
     )  # fmt: skip
-    return *of_gate, *of_up
+    return rows
 
 
 def transpose(q_PD: torch.Tensor, scale_GP: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
@@ -66,12 +70,15 @@ def transpose(q_PD: torch.Tensor, scale_GP: torch.Tensor, top: torch.Tensor) -> 
     return q_DP
 
 
-def quantize_weight(
-    weight_ND: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, *, transposed: bool
+def quantize_weights(
+    weights: Sequence[torch.Tensor], q: torch.Tensor, scale: torch.Tensor, *, transposed: bool
 ) -> None:
-    num_rows, dim = weight_ND.shape
-    _weight_kernel[_tiles(num_rows, dim)](
-        weight_ND, q, scale, num_rows, dim, scale.shape[1],
+    """Up to MAX_WEIGHTS, all but the last with a multiple of 128 rows, in one launch."""
+    rows = [len(weight) for weight in weights]
+    absent = MAX_WEIGHTS - len(weights)
+    _weight_kernel[_tiles(sum(rows), weights[0].shape[1])](
+        *weights, *[weights[0]] * absent, *rows, *[0] * absent, q, scale,
+        weights[0].shape[1], q.stride(0), *scale.shape,
         TRANSPOSED=transposed,
         GROUP=GROUP,
         num_warps=8,
@@ -90,11 +97,12 @@ def _tiles(num_rows: int, dim: int) -> tuple[int, int]:
 
 
 @triton.jit
-def _load(x_ptr, i, j, T, D, GROUP: tl.constexpr):
+def _load(x_ptr, i, j, T, D, stride, GROUP: tl.constexpr):
     """A tile in float32. What is infinite becomes NaN, as a conversion to FP8 would make it 448."""
     row, column = i * GROUP + tl.arange(0, GROUP), j * GROUP + tl.arange(0, GROUP)
     inside = (row < T)[:, None] & (column < D)[None, :]
-    x = tl.load(x_ptr + row[:, None].to(tl.int64) * D + column[None, :], inside, 0.0).to(tl.float32)
+    place = x_ptr + row[:, None].to(tl.int64) * stride + column[None, :]
+    x = tl.load(place, inside, 0.0).to(tl.float32)
     return tl.where(tl.abs(x) < float("inf"), x, float("nan"))
 
 
@@ -111,29 +119,30 @@ def _store_rows(x, q_ptr, scale_ptr, i, j, P, D, GROUP: tl.constexpr):
 @triton.jit
 def _quantize_kernel(x_ptr, q_ptr, scale_ptr, T, P, D, GROUP: tl.constexpr):
     i, j = tl.program_id(0), tl.program_id(1)
-    x = _load(x_ptr, i, j, T, D, GROUP)
+    x = _load(x_ptr, i, j, T, D, D, GROUP)
     _store_rows(x, q_ptr, scale_ptr, i, j, P, D, GROUP)
 
 
 @triton.jit
-def _gate_kernel(gate_ptr, up_ptr, q_ptr, scale_ptr, T, P, F, GROUP: tl.constexpr):
+def _gate_kernel(gate_up_ptr, q_ptr, scale_ptr, T, P, F, GROUP: tl.constexpr):
     i, j = tl.program_id(0), tl.program_id(1)
-    gate = _load(gate_ptr, i, j, T, F, GROUP)
-    x = gate * tl.sigmoid(gate) * _load(up_ptr, i, j, T, F, GROUP)
+    gate = _load(gate_up_ptr, i, j, T, F, 2 * F, GROUP)
+    x = gate * tl.sigmoid(gate) * _load(gate_up_ptr + F, i, j, T, F, 2 * F, GROUP)
     _store_rows(x, q_ptr, scale_ptr, i, j, P, F, GROUP)
 
 
 @triton.jit
 def _gate_grad_kernel(
-    grad_ptr, gate_ptr, up_ptr, gate_q, gate_scale, up_q, up_scale, T, P, F, GROUP: tl.constexpr
-):
+    grad_ptr, gate_up_ptr, q_ptr, scale_ptr, T, P, F, GROUP: tl.constexpr
+):  # fmt: skip
     i, j = tl.program_id(0), tl.program_id(1)
-    gate = _load(gate_ptr, i, j, T, F, GROUP)
-    grad = _load(grad_ptr, i, j, T, F, GROUP)
+    gate = _load(gate_up_ptr, i, j, T, F, 2 * F, GROUP)
+    grad = _load(grad_ptr, i, j, T, F, F, GROUP)
     sigmoid = tl.sigmoid(gate)
-    _store_rows(grad * gate * sigmoid, up_q, up_scale, i, j, P, F, GROUP)
-    grad *= _load(up_ptr, i, j, T, F, GROUP) * sigmoid
-    _store_rows(grad * (1.0 + gate * (1.0 - sigmoid)), gate_q, gate_scale, i, j, P, F, GROUP)
+    of_up = j + F // GROUP
+    _store_rows(grad * gate * sigmoid, q_ptr, scale_ptr, i, of_up, P, 2 * F, GROUP)
+    grad *= _load(gate_up_ptr + F, i, j, T, F, 2 * F, GROUP) * sigmoid
+    _store_rows(grad * (1.0 + gate * (1.0 - sigmoid)), q_ptr, scale_ptr, i, j, P, 2 * F, GROUP)
 
 
 @triton.jit
@@ -151,19 +160,29 @@ def _transpose_kernel(q_ptr, scale_ptr, top_ptr, qt_ptr, P, D, GROUP: tl.constex
 
 @triton.jit
 def _weight_kernel(
-    w_ptr, q_ptr, scale_ptr, N, D, scale_stride, TRANSPOSED: tl.constexpr, GROUP: tl.constexpr
-):
-    """One scale a tile; of the transposed weight the tile's place is transposed too."""
+    a_ptr, b_ptr, c_ptr, rows_a, rows_b, rows_c, q_ptr, scale_ptr, D, q_stride, blocks, groups,
+    TRANSPOSED: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """One scale a tile; of the transposed weight the tile's place is transposed too. The scales
+    past the last group are 0."""
     i, j = tl.program_id(0), tl.program_id(1)
-    row, column = i * GROUP + tl.arange(0, GROUP), j * GROUP + tl.arange(0, GROUP)
-    w = _load(w_ptr, i, j, N, D, GROUP)
+    w_ptr, own, N = a_ptr, i, rows_a
+    if i * GROUP >= rows_a:
+        w_ptr, own, N = b_ptr, i - rows_a // GROUP, rows_b
+    if i * GROUP >= rows_a + rows_b:
+        w_ptr, own, N = c_ptr, i - (rows_a + rows_b) // GROUP, rows_c
+    w = _load(w_ptr, own, j, N, D, D, GROUP)
     scale = power_of_two_scale(tl.max(tl.abs(w)))
     q = (w * (1.0 / scale)).to(q_ptr.dtype.element_ty)
-    inside = (row < N)[:, None] & (column < D)[None, :]
+    row, column = i * GROUP + tl.arange(0, GROUP), j * GROUP + tl.arange(0, GROUP)
+    inside = (own * GROUP + tl.arange(0, GROUP) < N)[:, None] & (column < D)[None, :]
+    block, group, last = i, j, tl.num_programs(1) - 1
     if TRANSPOSED:
-        tl.store(scale_ptr + j * scale_stride + i, scale)
-        place = column[:, None].to(tl.int64) * N + row[None, :]
+        block, group, last = j, i, tl.num_programs(0) - 1
+        place = column[:, None].to(tl.int64) * q_stride + row[None, :]
         tl.store(q_ptr + place, tl.trans(q), tl.trans(inside))
     else:
-        tl.store(scale_ptr + i * scale_stride + j, scale)
-        tl.store(q_ptr + row[:, None].to(tl.int64) * D + column[None, :], q, inside)
+        tl.store(q_ptr + row[:, None].to(tl.int64) * q_stride + column[None, :], q, inside)
+    ahead = tl.arange(0, 4)
+    written = (ahead == 0) | ((group == last) & (group + ahead < groups))
+    tl.store(scale_ptr + block * groups + group + ahead, tl.where(ahead == 0, scale, 0.0), written)

@@ -18,6 +18,8 @@ import math
 import triton
 import triton.language as tl
 
+from areal.models.common.fp8_kernels import power_of_two_scale
+
 _MIN_WIDTH = 16  # of a tensor-core product
 MAX_SUMS = 128 * 256  # float32 of a program: half of the registers of a multiprocessor
 
@@ -40,6 +42,17 @@ def load_heads(pointers, dim_H, HEAD_DIM: tl.constexpr):
     else:
         x = tl.load(pointers, mask=(dim_H < HEAD_DIM)[None, :], other=0.0)
     return x
+
+
+@triton.jit
+def _float16_rows(q_MH):
+    """Rows over powers of two, and these: an FP8 cache is multiplied in float16, which is one
+    conversion away from it, as bfloat16 is three. Its digits hold both; its exponents do not."""
+    factor_M = power_of_two_scale(tl.max(tl.abs(q_MH.to(tl.float32)), 1))
+    half_MH = q_MH.to(tl.float32) / factor_M[:, None]
+    if q_MH.dtype.primitive_bitwidth == 16:
+        half_MH = half_MH.to(tl.float16)
+    return half_MH, factor_M
 
 
 @triton.jit
@@ -73,6 +86,9 @@ def attend_tiles(
     """
     dim_H = tl.arange(0, q_MH.shape[1])
     tile_T = tl.arange(0, TILE)
+    if key_scales is not None:
+        q_MH, q_factor_M = _float16_rows(q_MH)  # pyright: ignore[reportGeneralTypeIssues]  # inlined
+        q_factor_M *= scale_log2e
     token_T = tl.minimum(begin + tile_T, newest)
     page_T = tl.load(pages + token_T // PAGE_SIZE)
     for start in range(begin, end, TILE):
@@ -83,14 +99,18 @@ def attend_tiles(
         v_TH = load_heads(values + element_TH, dim_H, HEAD_DIM)
         if key_scales is not None:
             scale_T = element_T // HEAD_DIM
-            k_scale_T = tl.load(key_scales + scale_T) * scale_log2e
+            k_scale_T = tl.load(key_scales + scale_T)
             v_scale_T = tl.load(value_scales + scale_T)
+            top_scale = tl.max(v_scale_T, 0)
             k_TH, v_TH = k_TH.to(q_MH.dtype), v_TH.to(q_MH.dtype)
         token_T = tl.minimum(start + TILE + tile_T, newest)
         page_T = tl.load(pages + token_T // PAGE_SIZE)
 
         score_MT = tl.dot(q_MH, tl.trans(k_TH), input_precision="ieee")
-        score_MT *= scale_log2e if key_scales is None else k_scale_T[None, :]
+        if key_scales is None:
+            score_MT *= scale_log2e
+        else:
+            score_MT *= q_factor_M[:, None] * k_scale_T[None, :]
         if MASKED:
             seen_MT = (start + tile_T)[None, :] <= position_M[:, None]
             if WINDOWED:
@@ -104,8 +124,12 @@ def attend_tiles(
         shrink_M = tl.exp2(max_M - shift_M)
         sum_M = sum_M * shrink_M + tl.sum(weight_MT, 1)
         acc_MH = acc_MH * shrink_M[:, None]
-        if key_scales is not None:
-            weight_MT *= v_scale_T[None, :]
-        acc_MH = tl.dot(weight_MT.to(v_TH.dtype), v_TH, acc_MH, input_precision="ieee")
+        if key_scales is None:
+            acc_MH = tl.dot(weight_MT.to(v_TH.dtype), v_TH, acc_MH, input_precision="ieee")
+        else:
+            # At most 1, which float16 has room for.
+            weight_MT *= (v_scale_T / top_scale)[None, :]
+            out_MH = tl.dot(weight_MT.to(v_TH.dtype), v_TH, input_precision="ieee")
+            acc_MH += out_MH * top_scale
         max_M = new_max_M
     return max_M, sum_M, acc_MH

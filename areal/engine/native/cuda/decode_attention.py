@@ -44,6 +44,9 @@ _FIXED_BYTES = 8 * 1024  # of shared memory, besides queries and tiles
 _SHORT_TILE = 32  # tokens: up to here one more tile is buffered, and none is halved
 _MIN_TILE = 16  # tokens that a tensor-core product sums over
 _FOLDED = 16384  # float32 of splits that a program folds at once: 128 per thread
+# Tokens of a split that take as long as folding once more: only longer ones are cut into more
+# splits than are folded at once.
+_LONG_SPLIT = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +253,7 @@ def _launch(
         PAGE_SIZE=page_size,
         NUM_SPLITS=num_splits,
         TILE=tiles.tile,
+        LONG_SPLIT=_LONG_SPLIT,
         PROMPT_TILE=PROMPT_TILE,
         SHARED=shared is not None,
         WINDOWED=window is not None,
@@ -278,12 +282,11 @@ def _decode_kernel(
     CHUNK: tl.constexpr,  # splits that are folded at once
     GROUP_PADDED: tl.constexpr,  # to the rows of a tensor-core product
     HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    NUM_SPLITS: tl.constexpr, TILE: tl.constexpr, PROMPT_TILE: tl.constexpr, SHARED: tl.constexpr,
-    WINDOWED: tl.constexpr, OVERLAP: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, TILE: tl.constexpr, LONG_SPLIT: tl.constexpr,
+    PROMPT_TILE: tl.constexpr, SHARED: tl.constexpr, WINDOWED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    kv_head = tl.program_id(0)
+    kv_head, split = tl.program_id(0), tl.program_id(2)
     row = tl.program_id(1).to(tl.int64)
-    split = tl.program_id(2)
     # No kernel of a forward writes these: they are read before the previous kernel has ended.
     slot = tl.load(slots + row).to(tl.int64)
     length = tl.load(lengths + tl.where(length_by_row != 0, row, slot)) + length_by_row
@@ -300,7 +303,8 @@ def _decode_kernel(
     used = 1
     if NUM_SPLITS > 1:
         own = length - begin
-        used = tl.minimum(NUM_SPLITS, tl.cdiv(own, min_split))
+        most = tl.minimum(NUM_SPLITS, tl.maximum(CHUNK, tl.cdiv(own, LONG_SPLIT)))
+        used = tl.minimum(most, tl.cdiv(own, min_split))
         span = tl.cdiv(tl.cdiv(own, used), TILE) * TILE
         used = tl.cdiv(own, span)
         if split >= used:

@@ -165,11 +165,11 @@ def compile_fp8_training() -> None:
 
     x = torch.zeros(256, 512, dtype=torch.bfloat16)
     kernels.transpose(*kernels.quantize(x), torch.zeros(()))
-    kernels.quantize_gated(x, x)
-    kernels.quantize_gate_grads(x, x, x)
+    kernels.quantize_gated(x)
+    kernels.quantize_gate_grads(x[:, :256].contiguous(), x)
     for transposed in (False, True):
         q, scale = torch.zeros_like(x, dtype=torch.float8_e4m3fn), torch.zeros(4, 4)
-        kernels.quantize_weight(x, q, scale, transposed=transposed)
+        kernels.quantize_weights([x, x], torch.cat([q, q]), scale, transposed=transposed)
 
 
 if __name__ == "__main__":

@@ -32,25 +32,25 @@ def test_rows_are_those_of_plain_torch(shape, dtype, device):
     assert_same((fp8_training_kernels.transpose(*found, top.to(device)),), (columns,))
 
 
-@pytest.mark.parametrize("shape", [(256, 200), (100, 128)], ids=str)
+@pytest.mark.parametrize("rows", [(256,), (100,), (128, 256, 60)], ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
-def test_blocks_are_those_of_plain_torch(shape, transposed, dtype, device):
-    weight = drawn(shape, device, dtype)
-    expected = fp8_products.quantize_weight(weight.cpu(), transposed=transposed)
-    found = tuple(torch.zeros_like(tensor, device=device) for tensor in expected)
-    fp8_training_kernels.quantize_weight(weight, *found, transposed=transposed)
+def test_blocks_are_those_of_plain_torch(rows, transposed, dtype, device):
+    """Also of weights on top of each other, which are one."""
+    weights = [drawn((count, 200), device, dtype) for count in rows]
+    whole = torch.cat(weights).cpu()
+    expected = fp8_products.quantize_weights([whole], transposed=transposed)
+    found = tuple(torch.full_like(tensor, torch.nan, device=device) for tensor in expected)
+    fp8_training_kernels.quantize_weights(weights, *found, transposed=transposed)
     assert_same(found, expected)
 
 
 def test_gates_are_near_those_of_plain_torch(dtype, device):
     """Not the same: a last bit of the sigmoid may round to another value."""
-    grad, gate, up = (torch.randn(130, 140).to(device, dtype) for _ in range(3))
-    found = fp8_training_kernels.quantize_gated(gate, up)
-    assert_near_rows(found, fp8_products.quantize_gated(gate.cpu(), up.cpu()))
-    found = fp8_training_kernels.quantize_gate_grads(grad, gate, up)
-    expected = fp8_products.quantize_gate_grads(grad.cpu(), gate.cpu(), up.cpu())
-    for place in (0, 2):
-        assert_near_rows(found[place : place + 2], expected[place : place + 2])
+    grad, gate_up = (torch.randn(130, n).to(device, dtype) for n in (256, 512))
+    found = fp8_training_kernels.quantize_gated(gate_up)
+    assert_near_rows(found, fp8_products.quantize_gated(gate_up.cpu()))
+    found = fp8_training_kernels.quantize_gate_grads(grad, gate_up)
+    assert_near_rows(found, fp8_products.quantize_gate_grads(grad.cpu(), gate_up.cpu()))
 
 
 def assert_near_rows(found, expected) -> None:
@@ -79,10 +79,10 @@ def test_products_are_those_of_the_rounded_factors(dims, device):
     x, grad = (torch.randn(300, n).to(device, dtype) for n in (dim, out))
     weight = (torch.randn(out, dim) * 0.02).to(device, dtype)
     of_x, of_grad = fp8_products.quantize(x), fp8_products.quantize(grad)
-    y = fp8_products.times_weight(*of_x, [weight], 300, False)
-    grad_x = fp8_products.times_weight(*of_grad, [weight], 300, True)
-    grad_w = fp8_products.weight_grad(*of_grad, *of_x, dtype)
-    q, scale = fp8_products.quantize_weight(weight, transposed=False)
+    y = fp8_products.times_weights(of_x, [weight], 300, back=False)
+    grad_x = fp8_products.times_weights(of_grad, [weight], 300, back=True)
+    grad_w = fp8_products.weight_grad(of_grad, of_x, dtype)
+    q, scale = fp8_products.quantize_weights([weight], transposed=False)
     factor = exact(q, scale.repeat_interleave(128, 0)[: len(q)])
     rows, grad_rows = exact(of_x[0], of_x[1].t()), exact(of_grad[0], of_grad[1].t())
     (columns, top), (grad_columns, grad_top) = (

@@ -295,8 +295,6 @@ def mixed_requests(count: int, most: int, seed: int = 0) -> list[GenRequest]:
     ("family", "num_requests", "shape"),
     [
         ("qwen2", 3, {}),
-        ("qwen3", 3, {}),
-        ("llama", 3, {}),
         ("qwen3", 10, {}),
         ("qwen3_moe", 3, {}),
         ("qwen3_moe", 10, {}),
