@@ -106,20 +106,21 @@ def check_memory(
     from areal.planner.devices import find_device, load_device, num_gpus
     from areal.planner.offline import offline_load, plan_offline
     from areal.planner.plan import plan_setup, refusal, setup_of
+    from areal.planner.scale import known_models
     from areal.planner.shapes import UnplannableError
     from areal.planner.workload import workload_of
+    from areal.utils.hub import hub_name
     from areal.utils.model_files import read_hf_config
 
     name = device or find_device()
     if name is None:
         return
-    hf_configs = {
-        role: read_hf_config(place.folder) if place.folder is not None else place.config
-        for role, place in found.items()
-        if role in config.all_models()
-    }
-    known = {role: config_json for role, config_json in hf_configs.items() if config_json}
-    if set(known) != set(config.all_models()):
+    models, known = config.all_models(), {}
+    for role, section in models.items():
+        place, repo = found[role], hub_name(section.path or models["actor"].path or "")
+        own = read_hf_config(place.folder) if place.folder is not None else place.config
+        known[role] = own or (repo and known_models().get(repo.repo))
+    if not all(known.values()):
         return
     profile = load_device(name)
     # On a machine with one GPU, all share it.

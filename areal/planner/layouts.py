@@ -114,14 +114,10 @@ def best_trainer(template: Trainer, load: Workload, devices: int) -> Trainer | N
 
 def _with_layout(template: Trainer, layout: Layout, mode: str) -> Trainer:
     recompute = mode if mode in ("full", "selective") else "none"
-    # Blocks cut by t are not compiled.
-    compiled = template.training.compiled and layout.tp == 1
-    if mode == "compiled" and not compiled:
-        mode = "none"
     return replace(
         template,
-        training=replace(template.training, layout=layout, recompute=recompute, compiled=compiled),
-        rank=replace(template.rank, layout=layout, mode=mode, is_compiled=compiled),
+        training=replace(template.training, layout=layout, recompute=recompute),
+        rank=replace(template.rank, layout=layout, mode=mode),
     )
 
 

@@ -15,13 +15,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from areal.planner.devices import GIB, Device
-from areal.planner.shapes import Shape
+from areal.planner.shapes import TORCH_PREFILL, Shape
 from areal.planner.speed import Layout
 from areal.planner.towers import tower_backward, tower_forward, tower_kept
 
 Parts = dict[str, float]
 _BUCKET_BYTES = 1 << 30  # of weights sent by weight_update_mode xccl
-_PREFILL_TOKENS = {"cuda": 16384, "cpu": 4096}
+_PREFILL_TOKENS = {"cuda": 16384, "cpu": TORCH_PREFILL}
 _CPU_CACHE_BYTES = 1 << 30
 _FREE_SHARE = 0.5  # of the free memory, for a cache without native.num_pages
 _FP8_BLOCK = 128 * 128
@@ -428,7 +428,8 @@ class ServerRank:
         return {"graphs": logits + rows * self._row_numbers() * self.itemsize}
 
     def _prefill(self) -> Parts:
-        tokens = _PREFILL_TOKENS[self.device.kind]
+        has_kernels = self.shape.has_kernels(self.tp, self.is_fp8)
+        tokens = _PREFILL_TOKENS[self.device.kind] if has_kernels else TORCH_PREFILL
         return {"activations": tokens * self._row_numbers() * self.itemsize}
 
     def _row_numbers(self) -> float:

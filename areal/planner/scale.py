@@ -27,6 +27,14 @@ from areal.planner.workload import Workload
 from areal.utils.model_files import read_json
 
 _MODELS = Path(__file__).parent / "known_models.json"
+_LARGE = (
+    "Qwen/Qwen2.5-7B-Instruct",
+    "Qwen/Qwen2.5-14B-Instruct",
+    "Qwen/Qwen2.5-32B-Instruct",
+    "Qwen/Qwen2.5-72B-Instruct",
+    "Qwen/Qwen3-30B-A3B",
+    "Qwen/Qwen3-235B-A22B",
+)
 GPUS = (8, 64, 256, 1024)
 _PROMPTS_PER_GPU = 8
 _LOAD = Workload(
@@ -42,13 +50,14 @@ class ScaleRow:
 
 
 def known_models() -> Mapping[str, Mapping[str, Any]]:
-    """What the config.json of well-known models says, by hub name."""
+    """What the config.json of well-known models says, by hub name; those of examples/ are here."""
     return read_json(_MODELS)
 
 
 def scale_rows(device: Device) -> Iterator[ScaleRow]:
-    for name, hf_config in known_models().items():
-        setup = _setup(Shape(decoder_args(hf_config)), device)
+    known = known_models()
+    for name in _LARGE:
+        setup = _setup(Shape(decoder_args(known[name])), device)
         for gpus in GPUS:
             load = replace(_LOAD, prompts=_PROMPTS_PER_GPU * gpus)
             yield ScaleRow(name.partition("/")[2], gpus, best_split(setup, load, gpus))

@@ -35,6 +35,9 @@ FAMILIES = (
 )
 
 
+TORCH_PREFILL = 4096  # tokens of a prefill without kernels of our own
+
+
 class UnplannableError(ValueError):
     """The counts do not describe this model."""
 
@@ -51,6 +54,13 @@ class Shape:
                 f"model_type {self.args.model_type!r} cannot be planned: known are "
                 f"{', '.join(FAMILIES)}"
             )
+
+    def has_kernels(self, tp: int, is_fp8: bool) -> bool:
+        """Whether the native engine's own kernels compute the model; else torch does."""
+        args = self.args
+        has_plain_experts = args.moe is None or args.moe.is_plain
+        has_plain_layers = args.delta is None or (tp == 1 and not is_fp8)
+        return args.latent is None and has_plain_layers and has_plain_experts
 
     @property
     def num_layers(self) -> int:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from areal.models.vision.args import VisionArgs
 from areal.planner.devices import Device
-from areal.planner.shapes import Shape
+from areal.planner.shapes import TORCH_PREFILL, Shape
 from areal.planner.towers import tower_kept, tower_pairs, tower_products
 
 _LOGIT_BYTES_TRAINING = 24  # float32 logits written and read, twice, and their gradients
@@ -34,7 +34,6 @@ _ADAPTER_TRAFFIC = 4  # passes over the outputs of layers with an adapter, in a 
 # Operations of a block's forward pass, and what norms in float32 add. Backward has twice as many.
 _BLOCK_OPS, _FLOAT_NORM_OPS = 50, 30
 _RECURRENT_OPS = 20  # of a token in a recurrent layer
-_TORCH_PREFILL = 4096  # tokens of a prefill without kernels of our own
 _ROW_TRAFFIC = 1.5  # passes over a row's activations in a decode step
 _REDUCE_LATENCY_S = 10e-6  # of an all-reduce of a few rows
 _MIN_SHARED_PROMPT = 512  # tokens: shorter prompts are read by each sample for itself
@@ -284,11 +283,7 @@ class Generation:
 
     @property
     def _has_kernels(self) -> bool:
-        """Whether the native engine's own kernels compute the model; else torch does."""
-        args = self.shape.args
-        has_plain_experts = args.moe is None or args.moe.is_plain
-        has_plain_layers = args.delta is None or (self.tp == 1 and not self.is_fp8)
-        return args.latent is None and has_plain_layers and has_plain_experts
+        return self.shape.has_kernels(self.tp, self.is_fp8)
 
     def _latency_s(self, rows: float) -> float:
         shape, device = self.shape, self.device
@@ -319,7 +314,7 @@ class Generation:
         kept = tokens * shape.kept("compiled") * self.itemsize
         seconds += _ROW_TRAFFIC * kept / device.bandwidth
         if not self._has_kernels:
-            seconds += self._position_s * max(tokens / _TORCH_PREFILL, 1.0) * (length - cached)
+            seconds += self._position_s * max(tokens / TORCH_PREFILL, 1.0) * (length - cached)
         return seconds / self.tp
 
     def look_s(self, image_tokens: float) -> float:

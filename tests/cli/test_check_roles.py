@@ -167,9 +167,9 @@ def test_a_family_that_an_engine_does_not_know(
 
 
 def test_what_a_layout_cannot_compute(check) -> None:
-    code, line = check("ppo", "actor.backend=archon:t2", "actor.archon.enable_compile=true")
+    code, line = check("ppo", "actor.backend=archon:t2", "actor.archon.fp8_forward=true")
     assert code == 2
-    assert "actor.archon.enable_compile cannot compile blocks that are sharded by t" in line
+    assert "actor.archon.fp8_forward" in line and "archon:t2" in line
 
 
 def test_megatron_without_its_package(check, monkeypatch: pytest.MonkeyPatch) -> None:
