@@ -184,6 +184,22 @@ GREEDY = {
         "        except BlockingIOError:\n            pass\ntime.sleep(99)",
         "memory_mb",
     ),
+    "pipe buffers": (
+        "import os, time\nwhile True:\n    try:\n        if os.fork() == 0:\n"
+        "            break\n    except OSError:\n        break\n"
+        "data, kept = bytes(1 << 16), []\ntry:\n    while True:\n"
+        "        kept.append(os.pipe())\n        os.set_blocking(kept[-1][1], False)\n"
+        "        os.write(kept[-1][1], data)\n        os.close(kept[-1][1])\n"
+        "except OSError:\n    pass\ntime.sleep(99)",
+        "memory_mb",
+    ),
+    "processor time of children nobody waits for": (
+        "import os, signal, time\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\nwhile True:\n"
+        "    child = os.fork()\n    if child == 0:\n        until = time.monotonic() + 0.01\n"
+        "        while time.monotonic() < until: pass\n        os._exit(0)\n"
+        "    try:\n        os.waitpid(child, 0)\n    except ChildProcessError:\n        pass",
+        "cpu_s",
+    ),
     "disk": (
         "with open('big', 'wb') as f:\n    while True:\n        f.write(bytes(1 << 20))",
         None,

@@ -113,7 +113,7 @@ async def look(session: Session, call: ChatCall) -> tuple[ChatCall, list[ShownIm
     if sight is None or not call.images:
         return call, []
     known = {image for item in session.cache.values() for image in item.images}
-    return await asyncio.to_thread(sight.look, call, known)
+    return await asyncio.to_thread(sight.look, call, known, session.image_budget)
 
 
 def _continued(

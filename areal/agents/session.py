@@ -22,6 +22,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from areal.agents.image_budget import ImageBudget
 from areal.agents.retries import Attempts
 from areal.api.interaction import InteractionCache, PrefixMatcher, checked_reward
 from areal.api.workflow_context import workflow_context
@@ -80,6 +81,7 @@ class Session:
         # Requests that failed with an internal error and have not succeeded since.
         self._failed: dict[str, Exception] = {}
         self.attempts = Attempts()  # of its answers
+        self.image_budget = ImageBudget(options.config.max_image_mb)
         self.data: dict[str, Any] | None = None  # the row, for an external client to read
         self.started = asyncio.Event()  # set by such a client
         self.ended = asyncio.Event()

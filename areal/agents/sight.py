@@ -19,6 +19,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from areal.agents.image_budget import ImageBudget
 from areal.api.image_references import ShownImage
 from areal.models.vision.processor import ImageProcessor
 from areal.models.vision.prompt_images import MAX_IMAGES
@@ -47,17 +48,17 @@ class Sight:
     folders: Sequence[str] = ()  # `file:` URLs below these are read
 
     def look(
-        self, call: ChatCall, known: Collection[ShownImage]
+        self, call: ChatCall, known: Collection[ShownImage], budget: ImageBudget
     ) -> tuple[ChatCall, list[ShownImage]]:
         """The call with its images by name, and the images. WireError for one that is not taken.
 
-        `known` are the images that the session has shown.
+        `known` are the images that the session has shown; new ones are taken from its budget.
         """
         if len(call.images) > MAX_IMAGES:
             message = f"messages: {len(call.images)} images, at most {MAX_IMAGES}"
             raise WireError(400, message, "messages")
         by_name = {name_of(image): image for image in known}
-        images = [self._image(i, url, by_name) for i, url in enumerate(call.images)]
+        images = [self._image(i, url, by_name, budget) for i, url in enumerate(call.images)]
         messages = named_images(call.messages, [name_of(image) for image in images])
         return dataclasses.replace(call, messages=messages), images
 
@@ -80,7 +81,9 @@ class Sight:
         """For the engine, in base64."""
         return [base64.b64encode(self.store.read(image.sha256)).decode() for image in images]
 
-    def _image(self, number: int, url: str, known: dict[str, ShownImage]) -> ShownImage:
+    def _image(
+        self, number: int, url: str, known: dict[str, ShownImage], budget: ImageBudget
+    ) -> ShownImage:
         if url in known:
             return known[url]
         try:
@@ -92,6 +95,7 @@ class Sight:
             grid = self.processor.grid_of(data)  # first: it refuses what is no image
         except ImageError as error:
             raise WireError(400, f"messages: image {number}: {error}", "messages") from None
+        budget.take(name, len(data))
         return ShownImage(self.store.add(data), grid)
 
 

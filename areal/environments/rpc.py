@@ -66,7 +66,7 @@ class RpcProcess:
         cls, argv: Sequence[str], *, name: str, env: Mapping[str, str], cwd: str | None = None
     ) -> RpcProcess:
         """EnvError if there is no such program."""
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         try:
             # In a thread: forking a large process takes a while.
             process = await asyncio.to_thread(spawn, argv, env, cwd=cwd, **pipes)

@@ -217,6 +217,7 @@ SYSTEM_CALLS: dict[str, tuple[int, dict[str, int]]] = {
         {"fork": 57, "vfork": 58, "clone": 56, "mmap": 9, "socket": 41, "socketpair": 53}
         | {"setsockopt": 54, "inotify_init": 253, "inotify_init1": 294}
         | {"prctl": 157, "fcntl": 72, "ioctl": 16, "prlimit64": 302, "memfd_create": 319}
+        | {"vmsplice": 278}
         | {"kill": 62, "tkill": 200, "tgkill": 234, "rt_sigqueueinfo": 129}
         | {"rt_tgsigqueueinfo": 297, "setpriority": 141, "ioprio_set": 251}
         | {"sched_setparam": 142, "sched_setscheduler": 144, "sched_setaffinity": 203}
@@ -239,6 +240,7 @@ SYSTEM_CALLS: dict[str, tuple[int, dict[str, int]]] = {
         {"clone": 220, "mmap": 222, "socket": 198, "socketpair": 199}
         | {"setsockopt": 208, "inotify_init1": 26}
         | {"prctl": 167, "fcntl": 25, "ioctl": 29, "prlimit64": 261, "memfd_create": 279}
+        | {"vmsplice": 75}
         | {"kill": 129, "tkill": 130, "tgkill": 131, "rt_sigqueueinfo": 138}
         | {"rt_tgsigqueueinfo": 240, "setpriority": 140, "ioprio_set": 30}
         | {"sched_setparam": 118, "sched_setscheduler": 119, "sched_setaffinity": 122}
@@ -288,7 +290,8 @@ _REFUSED = (
     *("fanotify_init", "inotify_init", "inotify_init1"),  # of files that others use, too
 )
 # clone3's flags are behind a pointer, which a filter cannot read; io_uring issues other calls.
-_ABSENT = ("clone3", "io_uring_setup", "memfd_create", "memfd_secret")
+# A pipe that got pages by vmsplice keeps whole huge pages, which are then in no process's memory.
+_ABSENT = ("clone3", "io_uring_setup", "memfd_create", "memfd_secret", "vmsplice")
 _ABOUT_FILES = (
     *("chmod", "fchmod", "fchmodat", "chown", "fchown", "lchown", "fchownat"),
     *("setxattr", "lsetxattr", "fsetxattr", "removexattr", "lremovexattr", "fremovexattr"),
@@ -308,7 +311,7 @@ _SOL_SOCKET, _SO_BUFFERS = 1, (7, 8, 32, 33)  # SO_SNDBUF, SO_RCVBUF, and both b
 _PRIO_PROCESS, _IOPRIO_WHO_PROCESS = 0, 1
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
 _PR_SET_PTRACER = 0x59616D61
-_F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _F_SETLEASE = 8, 10, 15, 1024
+_F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _F_SETLEASE, _F_SETPIPE_SZ = 8, 10, 15, 1024, 1031
 _TIOCSTI, _TIOCLINUX, _FIOSETOWN, _SIOCSPGRP = 0x5412, 0x541C, 0x8901, 0x8902
 
 _LOAD, _RETURN, _EQUAL, _AT_LEAST, _HAS_BITS = 0x20, 0x06, 0x15, 0x35, 0x45
@@ -345,7 +348,7 @@ def _rules(
     rules["ioprio_set"] = _one_process(_IOPRIO_WHO_PROCESS, pid)
     rules["mmap"] = _private_memory()
     rules["prctl"] = _prctl()
-    rules["fcntl"] = _none_of(1, [_F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _F_SETLEASE])
+    rules["fcntl"] = _none_of(1, [_F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _F_SETLEASE, _F_SETPIPE_SZ])
     rules["ioctl"] = _none_of(1, [_TIOCSTI, _TIOCLINUX, _FIOSETOWN, _SIOCSPGRP])
     rules["socketpair"] = _load_argument(1) + _when(_HAS_BITS, 0xE, _EPERM) + _ALLOW  # a stream
     # Larger ones would hold memory that no limit counts.

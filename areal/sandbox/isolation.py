@@ -49,9 +49,9 @@ _LINKS = (
 )
 ADVICE = (
     "install bubblewrap (apt-get install bubblewrap), or allow user namespaces: sysctl "
-    "kernel.unprivileged_userns_clone=1 and kernel.apparmor_restrict_unprivileged_userns=0; in a "
-    "container, start it with --security-opt seccomp=unconfined and without a masked /proc; Linux "
-    "5.12 or later is needed"
+    "kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0 and a "
+    "user.max_user_namespaces above 0; in a container, start it with --security-opt "
+    "seccomp=unconfined and without a masked /proc; Linux 5.12 or later is needed"
 )
 
 
@@ -172,6 +172,7 @@ def _bubblewrap(settings: dict[str, Any]) -> list[str]:
     argv = [
         shutil.which("bwrap") or "bwrap",
         "--unshare-all",
+        "--unshare-user",  # `all` goes on without, and then fails at the next option
         "--die-with-parent",
         "--as-pid-1",
         "--new-session",

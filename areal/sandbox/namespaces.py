@@ -41,7 +41,11 @@ def main(fd: int) -> None:
     channel.set_inheritable(False)
     limits = session_init.receive_limits(channel)
     mapped, go = os.pipe()
-    pid = _clone()
+    try:
+        pid = _clone()
+    except OSError as error:
+        session_init.send(channel, {"fatal": f"user namespace: {error.strerror}"})
+        return
     if pid == 0:
         os.close(go)
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -30,6 +30,7 @@ import resource
 import select
 import signal
 import socket
+import stat
 import struct
 import sys
 import time
@@ -37,6 +38,7 @@ import types
 from typing import Any
 
 from areal.sandbox import confine, listeners
+from areal.sandbox.cpu_clock import CpuClock
 
 AGENT_ID = 1000  # user and group of commands, inside
 WORKSPACE = "/workspace"
@@ -48,6 +50,8 @@ _POLL_MS = 50
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _READ_BYTES = 1 << 16
 _NUM_ZEROS = 1 << 42  # hours of reading; ext4 has files of up to 16 TiB
+_MAX_OPEN_FILES = 256  # of a process
+_PIPE_BYTES = 16 * os.sysconf("SC_PAGE_SIZE")  # that one may hold; `confine` lets nobody change it
 _MAX_FILES = 50_000  # each takes memory beside its contents
 
 
@@ -153,6 +157,7 @@ class _Call:
         self._is_cut = False
         self._reaped_s = 0.0  # CPU time of ended children
         self._deadline = time.monotonic() + request["wall_s"]
+        self._clock = CpuClock.start(libc)
         from_agent, agent_out = os.pipe()
         agent_in, to_agent = os.pipe()
         self._fault, fault = os.pipe()
@@ -222,7 +227,8 @@ class _Call:
         if (files := os.statvfs(WORKSPACE)).f_files - files.f_ffree > _MAX_FILES:
             return "disk_mb"
         cpu_s, memory, tasks = self._usage()
-        if cpu_s + self._reaped_s > self._limits["cpu_s"]:
+        counted_s = self._clock.of_descendants() if self._clock else 0.0
+        if max(cpu_s + self._reaped_s, counted_s) > self._limits["cpu_s"]:
             return "cpu_s"
         if memory > self._limits["memory_mb"] << 20:
             return "memory_mb"
@@ -231,20 +237,31 @@ class _Call:
     def _usage(self) -> tuple[float, int, int]:
         """(CPU seconds, bytes of memory, tasks) of all processes but ours.
 
-        Memory of files is not counted: it is the session's disk. Page tables are, and sockets,
-        each with all that its buffers may hold: the kernel keeps both outside of a process.
+        Memory of files is not counted: it is the session's disk. Page tables are, and sockets and
+        pipes, each with all that it may hold: the kernel keeps them outside of a process.
         """
         self._reap()
         cpu_s, memory, tasks = 0.0, _memory_of_sockets(self._limits), 0
-        ours = ("1", str(os.getpid()))
+        ours, pipes = ("1", str(os.getpid())), set[object]()
         for name in os.listdir("/proc"):
             if name.isdigit() and name not in ours:
                 with contextlib.suppress(OSError):  # it has just ended
-                    stat = _read(f"/proc/{name}/stat").rpartition(b")")[2].split()
-                    cpu_s += sum(map(int, stat[11:15])) / _TICKS_PER_S
+                    fields = _read(f"/proc/{name}/stat").rpartition(b")")[2].split()
+                    cpu_s += sum(map(int, fields[11:15])) / _TICKS_PER_S
                     memory += _memory_of(_read(f"/proc/{name}/status"))
-                    tasks += int(stat[17])
-        return cpu_s, memory, tasks
+                    tasks += int(fields[17])
+                    pipes |= self._pipes_of(name)
+        return cpu_s, memory + len(pipes) * _PIPE_BYTES, tasks
+
+    def _pipes_of(self, pid: str) -> set[object]:
+        try:
+            return _pipes_of(pid)
+        except PermissionError:
+            # Of a program that may be run and not read, nothing that it has open is shown. Closed
+            # to us are also the first process until it has been confined, and those that end.
+            is_ending = b"\nVmPTE:" not in _read(f"/proc/{pid}/status")
+            hidden = 0 if is_ending or pid == str(self._pid) else _MAX_OPEN_FILES
+            return {(pid, number) for number in range(hidden)}
 
     def _reap(self) -> None:
         """Orphans end as children of this process; the command itself is left for `_end`."""
@@ -278,6 +295,22 @@ def _memory_of(status: bytes) -> int:
         _, found, rest = status.partition(key)
         kilobytes += int(rest.split(None, 1)[0]) if found else 0
     return kilobytes << 10
+
+
+def _pipes_of(pid: str) -> set[object]:
+    """Pipes and FIFOs that it has open, by what tells one from another."""
+    pipes = set[object]()
+    for number in os.listdir(f"/proc/{pid}/fd"):
+        try:
+            found = os.stat(f"/proc/{pid}/fd/{number}")
+        except PermissionError:  # like a folder that cannot be listed
+            pipes.add((pid, number))
+        except OSError:  # just closed
+            continue
+        else:
+            if stat.S_ISFIFO(found.st_mode):
+                pipes.add((found.st_dev, found.st_ino))
+    return pipes
 
 
 def _memory_of_sockets(limits: dict[str, Any]) -> int:
@@ -347,7 +380,7 @@ def _limit_resources(limits: dict[str, Any]) -> None:
         (resource.RLIMIT_FSIZE, disk),
         (resource.RLIMIT_DATA, memory),
         (resource.RLIMIT_STACK, min(memory, 8 << 20)),
-        (resource.RLIMIT_NOFILE, 256),
+        (resource.RLIMIT_NOFILE, _MAX_OPEN_FILES),
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
         (resource.RLIMIT_CPU, int(limits["cpu_s"]) + 1),

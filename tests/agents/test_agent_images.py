@@ -238,6 +238,25 @@ def test_what_is_no_image_is_the_callers_fault_and_not_recorded(world, sight, tm
     assert len(run(world, sight, act, engine=engine)) == 1 == len(engine.requests)
 
 
+def test_a_session_shows_only_so_many_images(world, sight, tmp_path):
+    sizes = [len(base64.b64decode(data)) for data in (A, B)]
+    limit = sum(sizes) / (1 << 20)
+
+    async def act(client, extra):
+        for _ in range(3):  # each is counted once
+            await ask(client, [shown(A, B, "what is it?")])
+        for _ in range(2):
+            with pytest.raises(Exception, match="MB of images, .*agent.max_image_mb=") as no:
+                await ask(client, [shown(A, C, "and this?")])
+            assert no.value.status_code == 413
+        await ask(client, [shown(B, "and that?")])
+
+    engine = ScriptedEngine(world.tokenizer, *["one"] * 4)
+    assert run(world, sight, act, engine=engine, max_image_mb=limit) and len(engine.requests) == 4
+    kept = {file.name for file in (tmp_path / "images").iterdir()}
+    assert kept == {digest(A).hex(), digest(B).hex()}
+
+
 def test_files_below_a_permitted_folder_are_read(world, sight, tmp_path):
     file = tmp_path / "seen" / "a.png"
     file.parent.mkdir()

@@ -204,6 +204,7 @@ def test_the_sessions_of_a_run_are_listed(world, tmp_path, capsys):
         ("advertise_url", "http://here?x=1"),
         ("max_sessions", 0),
         ("max_body_mb", 0),
+        ("max_image_mb", 0),
         ("request_timeout_seconds", 0),
         ("set_reward_finish_timeout", -1),
     ],

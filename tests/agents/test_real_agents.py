@@ -24,6 +24,7 @@ from areal.cli.train import load_config
 from areal.rollout.ledger_balance import read_balance
 from areal.run.database import open_read_only
 from areal.run.paths import RunPaths
+from areal.trainer.probe import MAX_NEW_TOKENS
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM_FILES = ROOT / "tests/data/real_agents"
@@ -167,11 +168,14 @@ def train(
     assert counts["trained"] == 1 and counts["failed"] == 0, counts
     ((text,),) = query(paths.root, "SELECT stats FROM steps")
     stats = json.loads(text)
-    assert stats["rollout/num_turns"] == turns and stats["server/finished"] == turns * EPISODES
+    # The probe after the first update asks once more, unless the prompt is long.
+    probed = stats["server/finished"] - turns * EPISODES
+    assert stats["rollout/num_turns"] == turns and probed in (0, 1)
     assert stats["rollout/reward"] == reward
     assert stats["actor/update_successful"] == 1.0
     # Every token that was sampled is trained on, once, after the very tokens it was sampled after:
     # the trainer finds the probability that the sampler had.
-    assert stats["actor/n_tokens"] == stats["server/tokens_generated"]
+    others = stats["server/tokens_generated"] - stats["actor/n_tokens"]
+    assert probed <= others <= probed * MAX_NEW_TOKENS
     assert stats["actor/importance_weight/min"] > 0.999, stats["actor/importance_weight/min"]
     assert stats["actor/importance_weight/max"] < 1.001, stats["actor/importance_weight/max"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 
 import pytest
@@ -156,6 +157,25 @@ async def test_where_no_way_works_the_error_says_what_to_change(monkeypatch):
     monkeypatch.setattr("sys.platform", "darwin")
     with pytest.raises(SandboxError, match="need Linux, and this is darwin"):
         isolation.ways()
+
+
+_WITHOUT_NAMESPACES = (
+    *("unshare", "--user", "--map-root-user", "sh", "-c"),
+    'echo 0 > /proc/sys/user/max_user_namespaces && exec "$@"',
+    "sh",
+)
+
+
+def test_where_namespaces_are_off_the_error_is_one_line_with_advice():
+    if subprocess.run([*_WITHOUT_NAMESPACES, "true"], capture_output=True).returncode != 0:
+        pytest.skip("no user namespace in which others could be switched off")
+    code = (
+        "import asyncio\nfrom areal.sandbox.session import SandboxError, Session\n"
+        "try:\n    asyncio.run(Session.start())\nexcept SandboxError as error:\n    print(error)"
+    )
+    told = subprocess.run([*_WITHOUT_NAMESPACES, sys.executable, "-c", code], capture_output=True)
+    assert told.stdout.startswith(b"no sandbox can be started (") and told.stdout.count(b"\n") == 1
+    assert b"user.max_user_namespaces above 0" in told.stdout
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_what_is_never_allowed(ask, limits):
         assert ask(limits, name) == EPERM
     for name in ("shmget", "msgget", "mq_open", "unshare", "mount", "fsopen", "keyctl", "bpf"):
         assert ask(limits, name) == EPERM
-    for name in ("clone3", "io_uring_setup", "memfd_create"):
+    for name in ("clone3", "io_uring_setup", "memfd_create", "vmsplice"):
         assert ask(limits, name) == ENOSYS
     for number in (452, 463, 469, 600, 0x40000000 + 41):  # later than the list; x32
         assert ask(limits, number) == ENOSYS
@@ -80,7 +80,7 @@ def test_a_process_may_change_itself_alone(ask, limits):
     assert ask(limits, "prctl", 1, 9) == ALLOW
     for dangerous in ((1, 0), (1, 18), (4, 0), (36, 0)):
         assert ask(limits, "prctl", *dangerous) == EPERM
-    for command in (8, 10, 15, 1024):
+    for command in (8, 10, 15, 1024, 1031):
         assert ask(limits, "fcntl", 3, command) == EPERM
     assert ask(limits, "fcntl", 3, 6) == ask(limits, "ioctl", 1, 0x5413) == ALLOW
     assert ask(limits, "ioctl", 1, 0x5412) == EPERM
