@@ -12,7 +12,8 @@ parent dies, even by `kill -9`. `module_argv` is the command of one of our own m
 
 `ChildProcess` adds output and errors: two threads drain its output, and the last lines of stderr
 are kept and shown in every error. Processes left in the group of an ended child are killed, so that
-they hold no memory or port of the next one.
+they hold no memory or port of the next one. With `is_guarded`, for programs of others, the same
+holds for all descendants, also in other groups, and when this process dies (guarded_program.py).
 """
 
 from __future__ import annotations
@@ -35,12 +36,14 @@ from pathlib import Path
 from typing import IO, Any
 
 from areal.api.redact import hide_secrets
-from areal.utils import die_with_parent
+from areal.utils import die_with_parent, guarded_program
 from areal.utils.fs import open_private, private_folder
 
 _KEPT_LINES = 50
 _SHOWN_LINES = 5  # if the child has a log; the very last line often says the least
 _MAX_POLL_S = 0.05  # between two checks whether it has ended
+_GUARD_S = guarded_program.GRACE_S + 15.0  # then a guard itself hangs
+_IS_LINUX = sys.platform.startswith("linux")
 # Imported without the garbage collector: see `startup.importing`.
 _RUN_MODULE = """
 import gc, importlib, json, sys
@@ -61,7 +64,8 @@ class ChildProcess:
     """Starts `argv` at once. `env` is added to this process's environment.
 
     With `log_path` everything the child writes to stderr is also appended to that file. The open
-    files `pass_fds` keep their numbers in the child.
+    files `pass_fds` keep their numbers in the child. With `is_guarded` no descendant of it outlives
+    it, or this process; `pid` is then that of the guard.
     """
 
     def __init__(
@@ -72,8 +76,10 @@ class ChildProcess:
         env: Mapping[str, str] | None = None,
         log_path: str | Path | None = None,
         pass_fds: Sequence[int] = (),
+        is_guarded: bool = False,
     ) -> None:
         self.name = name
+        self._is_guarded = is_guarded and _IS_LINUX
         self._stderr_tail: deque[str] = deque(maxlen=_KEPT_LINES)
         self._stdout: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # None: stdout closed
         self._is_ready = False
@@ -82,6 +88,7 @@ class ChildProcess:
         self._process = spawn(
             argv,
             {**os.environ, **(env or {})},
+            is_guarded=is_guarded,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -178,9 +185,11 @@ class ChildProcess:
         return f"{self.name} (pid {self.pid}) {ended}{self._shown_stderr()}"
 
     def terminate(self, *, grace_s: float = 5.0) -> int:
-        """End the whole group: SIGTERM, then SIGKILL after `grace_s`. Returns the exit code."""
+        """End the whole group: SIGTERM, then SIGKILL after `grace_s`. Returns the exit code.
+
+        A guard, which has a grace period of its own, gets the signal alone."""
         self._signal_group(signal.SIGTERM)
-        if self.wait(grace_s) is None:
+        if self.wait(_GUARD_S if self._is_guarded else grace_s) is None:
             self._signal_group(signal.SIGKILL)
             self._process.wait()
         self._finish_reading()
@@ -193,8 +202,9 @@ class ChildProcess:
     def _signal_group(self, signum: int) -> None:
         # Only while the leader is unreaped is its id certain to be that of our group.
         if self.poll() is None:
+            alone = self._is_guarded and signum == signal.SIGTERM
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signum)
+                (os.kill if alone else os.killpg)(self.pid, signum)
 
     def _kill_orphans(self) -> None:
         ended = os.WEXITED | os.WNOHANG | os.WNOWAIT  # poll without reaping
@@ -279,14 +289,18 @@ def module_argv(module: str, *args: str) -> list[str]:
     return [sys.executable, "-P", "-c", _RUN_MODULE, sys_path, module, *args]
 
 
-def spawn(argv: Sequence[str], env: Mapping[str, str], **options: Any) -> subprocess.Popen[Any]:
-    """Start `argv` with exactly `env`, in its own session, to die with this process; `options` are
-    those of Popen. FileNotFoundError if there is no such program."""
+def spawn(
+    argv: Sequence[str], env: Mapping[str, str], *, is_guarded: bool = False, **options: Any
+) -> subprocess.Popen[Any]:
+    """Start `argv` with exactly `env`, in its own session, to die with this process, with
+    `is_guarded` with all its descendants; `options` are those of Popen. FileNotFoundError if there
+    is no such program."""
     if shutil.which(argv[0], path=env.get("PATH")) is None:
         raise FileNotFoundError(errno.ENOENT, "no such program", argv[0])
-    if sys.platform.startswith("linux"):
-        first = [sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid())]
-        argv = [*first, *argv]
+    if _IS_LINUX:
+        script = guarded_program if is_guarded else die_with_parent
+        command = [json.dumps(list(argv))] if is_guarded else argv
+        argv = [sys.executable, "-I", "-S", script.__file__, str(os.getpid()), *command]
     options = {"stdin": subprocess.DEVNULL, "start_new_session": True, "env": env, **options}
     return _SPAWNER.spawn(argv, options)
 

@@ -11,6 +11,7 @@ from typing import Any
 def in_thread(name: str, act: Callable[..., Any], *args: Any) -> Future:
     """A daemon thread is not joined at interpreter exit: Ctrl-C must not hang on it."""
     future: Future = Future()
+    future.set_running_or_notify_cancel()  # a consumer that is cancelled must not cancel it
 
     def run() -> None:
         try:

@@ -166,3 +166,71 @@ def test_wait_until_it_answers():
     child = python("import sys; sys.exit('no model')")
     with pytest.raises(RuntimeError, match="(?s)exit code 1.*no model"):
         child.wait_until(lambda: False, timeout_s=10, every_s=0.01)
+
+
+# A launcher as inference servers have one: its engine is in a session of its own and deaf.
+LAUNCHER = (
+    "import subprocess, sys, time\n"
+    "deaf = 'import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\\n'\n"
+    f"engine = subprocess.Popen([sys.executable, '-S', '-c', deaf + {SLEEP!r}],"
+    " stdout=subprocess.PIPE, start_new_session=True)\n"
+    "engine.stdout.readline()\n"
+    "print(engine.pid, flush=True)\n"
+)
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="guards are Linux's")
+
+
+@linux
+def test_nothing_outlives_a_guarded_child_that_is_terminated():
+    child = python(LAUNCHER + "time.sleep(60)", is_guarded=True)
+    engine = int(child.wait_ready(timeout_s=900))
+    assert is_running(engine)
+    assert child.terminate() == -signal.SIGTERM
+    assert not is_running(engine)
+
+
+@linux
+@pytest.mark.parametrize(
+    ("end", "code"), [("sys.exit(3)", 3), ("import os; os.kill(os.getpid(), 9)", -signal.SIGKILL)]
+)
+def test_nothing_outlives_a_guarded_child_that_ends(end, code):
+    child = python(LAUNCHER + end, is_guarded=True)
+    engine = int(child.wait_ready(timeout_s=900))
+    assert child.wait(900) == code
+    assert not is_running(engine)
+
+
+@linux
+def test_a_guarded_child_that_ignores_sigterm_is_killed():
+    deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    child = python(deaf + LAUNCHER + "time.sleep(900)", is_guarded=True)
+    engine = int(child.wait_ready(timeout_s=900))
+    assert child.terminate() == -signal.SIGKILL
+    assert not is_running(engine)
+
+
+@linux
+def test_nothing_of_a_guarded_child_outlives_a_killed_parent():
+    parent_code = (
+        "import sys, time\n"
+        "from areal.utils.child_process import ChildProcess\n"
+        f"child = ChildProcess([sys.executable, '-S', '-c', {LAUNCHER + 'time.sleep(900)'!r}],"
+        " name='toy', is_guarded=True)\n"
+        "print(child.pid, child.wait_ready(timeout_s=900), flush=True)\n"
+        "time.sleep(900)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", parent_code], stdout=subprocess.PIPE)
+    guard, engine = map(int, parent.stdout.readline().split())
+    assert is_running(guard) and is_running(engine)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    wait_until(lambda: not is_running(engine) and not is_running(guard), timeout_s=900)
+
+
+def test_a_guarded_child_is_as_any_other():
+    child = python("import sys; sys.stderr.write('no such model\\n'); sys.exit(3)", is_guarded=True)
+    with pytest.raises(RuntimeError, match=r"toy .*exit code 3(.|\n)*no such model"):
+        child.wait_ready(timeout_s=900)
+    with pytest.raises(FileNotFoundError, match="no-such-program"):
+        ChildProcess(["/no-such-program"], name="toy", is_guarded=True)

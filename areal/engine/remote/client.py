@@ -51,6 +51,7 @@ from areal.engine.remote.server_pool import ServerPool
 from areal.engine.remote.update_gate import GateState, UpdateGate
 from areal.engine.server_time import InFlight
 from areal.utils import logging
+from areal.utils.in_thread import in_thread
 from areal.utils.perf_tracer import trace_generation
 from areal.utils.waits import waiting
 
@@ -462,7 +463,9 @@ class GenerateClient:
             return
         self._router.avoid(server, math.inf)
         try:
-            await asyncio.to_thread(self._pool.successor, server.address)
+            # Not in the threads of `to_thread`: with many servers lost it would take them all.
+            successor = in_thread("replace-server", self._pool.successor, server.address)
+            await asyncio.wrap_future(successor)
         except EngineLostError as lost:
             logger.error("%s", lost)  # raised again for the next request sent there
             raise

@@ -75,10 +75,10 @@ class RemoteEngine(InferenceEngine):
 
     Tokens at or beyond `vocab_size` are refused; `max_context` is the servers' limit on prompt and
     output tokens. `processes` are those of the servers, in the order of `addrs`; without them no
-    server is restarted. `max_restarts` bounds restarts between two weight updates, or batches of
-    `compute_logp`. Copies of this engine in other processes find restarted servers, and the version
-    where it is counted here, in `address_file` and a file beside it. With `awaits_weights` the
-    servers may have any: send them some before the first request.
+    server is restarted. `max_restarts` bounds restarts of each between two weight updates, or
+    batches of `compute_logp`. Copies of this engine in other processes find restarted servers, and
+    the version where it is counted here, in `address_file` and a file beside it. With
+    `awaits_weights` the servers may have any: send them some before the first request.
     """
 
     def __init__(
@@ -316,7 +316,7 @@ class RemoteEngine(InferenceEngine):
         with ThreadPoolExecutor(count, thread_name_prefix="score") as threads:
             for index, answer in enumerate(threads.map(score, range(count))):
                 scores[index::count] = answer
-        self._pool.num_recent = 0  # servers of a teacher get no weight updates
+        self._pool.restarts.renew()  # servers of a teacher get no weight updates
         return padded_scores(scores, data)
 
     def weight_checksums(self) -> dict[str, Checksums]:
@@ -382,7 +382,7 @@ class RemoteEngine(InferenceEngine):
             **total,
             **{name: self._counts[name] for name in _COUNTS},
             "servers": len(answers),
-            "restarts": self._pool.num_restarts,
+            "restarts": self._pool.restarts.num_all,
         }
 
     def take_counts(self) -> dict[str, int]:
@@ -430,10 +430,10 @@ class RemoteEngine(InferenceEngine):
     ) -> None:
         self._pool.follow_owner()
         members = self._pool.controls
-        # One that joins may have died since `expect_weights`; in the group it would break it.
+        # One that joins may have died since `expect_weights`.
         newcomers = self._pool.receivers[len(members) :]
         there = tuple(control for control in newcomers if control.is_there(LOOK_S))
-        self._collective.send((*members, *there) if there else members, meta, named_tensors)
+        self._collective.send(members, meta, named_tensors, newcomers=there)
 
     def _lasting_order(self, meta: WeightUpdateMeta) -> WeightOrder | None:
         """None for transports that leave nothing to load later."""

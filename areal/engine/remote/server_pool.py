@@ -5,20 +5,19 @@
       |-- it answers again within a moment           --> kept
       |-- otherwise                                  --> dropped with a warning; the others serve on
 
-The first caller that notices a loss handles it; later ones get the outcome. The last server is
-never dropped: its loss is raised. A new server, restarted or joined, gets the live weights and the
-pause state before its address is known to others. Calls come from any thread; only `_changing` is
-held for long.
+The first caller that notices a loss handles it; later ones get the outcome. Servers lost at the
+same time are replaced at the same time, a few at once. The last server is never dropped: its loss
+is raised. A new server, restarted or joined, gets the live weights and the pause state before its
+address is known to others. Calls come from any thread.
 
     watcher of a process   waits for: its end        unblocked by: it, or the process's `close`
     a lost call            waits for: a replacement  unblocked by: it, or EngineLostError
 
-Copies of the client in other processes start no server; a file tells them what became of one:
+Locks, in this order: that of one address while a loss of its server is handled, and `_changing` to
+read and change the members. A start holds the first only, so that the others go on.
 
-    owner (controller)   writes: address of each lost server -> its replacement, or none; servers
-                         that joined, and those that drain; or why there is no server any more
-    copy (rank, worker)  reads: before it sends, when the file has changed; after a lost connection,
-                         until the server is in the file or answers again
+Copies of the client in other processes start no server; a file tells them what became of one
+(address_file.py).
 
 A server that is to leave drains first: it gets no more requests, but takes part in weight updates
 until its last one has ended.
@@ -26,9 +25,7 @@ until its last one has ended.
 
 from __future__ import annotations
 
-import json
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -36,6 +33,7 @@ from typing import Any, TypeVar
 
 from areal.api.engine_api import EngineLostError
 from areal.engine.native.engine import device_parts, parts_that_leave
+from areal.engine.remote.address_file import ANSWER_S, AddressFile, follow
 from areal.engine.remote.protocol import ServerProtocol, WeightOrder
 from areal.engine.remote.server_control import (
     ControlClient,
@@ -44,9 +42,8 @@ from areal.engine.remote.server_control import (
     ServerLostError,
     ServerRefusedError,
 )
-from areal.engine.remote.server_process import ServerProcess
+from areal.engine.remote.server_process import Restarts, ServerProcess
 from areal.utils import logging
-from areal.utils.fs import atomic_write_text
 from areal.utils.waits import waiting
 
 logger = logging.getLogger("ServerPool")
@@ -54,14 +51,13 @@ logger = logging.getLogger("ServerPool")
 T = TypeVar("T")
 
 _COME_BACK_S = 2.0  # grace for a live server whose connection broke
-_LOOK_S = 0.1  # poll interval of a copy
-_ANSWER_S = 5.0  # timeout of a copy's health probe
+_STARTS_AT_ONCE = 8  # the servers of one machine share its cores and its disk
 
 
 class ServerPool:
     """`processes` are those of the servers, in the order of `addresses`, or none; `max_restarts`
-    bounds restarts between two weight updates, or scored batches. `address_file` must be readable
-    by every process of the run; without it copies only retry."""
+    bounds restarts of each between two weight updates, or scored batches. `address_file` must be
+    readable by every process of the run; without it copies only retry."""
 
     def __init__(
         self,
@@ -80,15 +76,12 @@ class ServerPool:
         self._timeout_s = timeout_s
         self._setup_timeout_s = setup_timeout_s
         self._processes = dict(zip(addresses, processes, strict=False))  # by current address
-        self._max_restarts = max_restarts
-        self.num_recent = 0  # restarts since the last weight update, or batch that was scored
-        self.num_restarts = 0
-        self._forbidden: str | None = None  # why servers are not restarted
-        self._file = address_file
+        self.restarts = Restarts(max_restarts)
+        self._file = None if address_file is None else AddressFile(address_file)
         self._read_file: tuple[int, int] | None = None  # as a copy saw it last
         self._joined: dict[str, str] = {}  # token by address
         self._draining: frozenset[str] = frozenset()
-        self._restarting: str | None = None  # address of the ended server being replaced
+        self._restarting: set[str] = set()  # addresses of ended servers being replaced
         self.awaiting: dict[str, str] = {}  # servers that join with the next weights: their tokens
         self.controls = tuple(map(self.connect, addresses))  # replaced as a whole
         self._accepting: tuple[object, object, list[str]] = (None, None, [])  # and what it is of
@@ -101,15 +94,21 @@ class ServerPool:
         self.is_copy = False  # it is not told of updates, and the owner decides about servers
         self.is_paused = False
         self.offloaded: frozenset[str] = frozenset()
-        self._changing = threading.Lock()  # guards all above but reading `controls`
+        self._create_locks()
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_changing": None, "_processes": {}, "num_restarts": 0}
+        own = {"_processes": {}, "restarts": Restarts(0), "_restarting": set()}
+        own |= {"_changing": None, "_losses": None, "_starts": None}
         return {**self.__dict__, **own, "newest_version": None, "is_copy": True}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._changing = threading.Lock()
+        self._create_locks()
+
+    def _create_locks(self) -> None:
+        self._changing = threading.Lock()  # guards all above but reading `controls`
+        self._losses: dict[str, threading.Lock] = {}  # by address, held while a loss is handled
+        self._starts = threading.BoundedSemaphore(_STARTS_AT_ONCE)
 
     @property
     def addresses(self) -> list[str]:
@@ -140,19 +139,18 @@ class ServerPool:
         """`serving`, `draining` or `restarting`, by address. Does not wait for a restart."""
         states = dict.fromkeys(self.addresses, "serving")
         states |= dict.fromkeys(self._draining & states.keys(), "draining")
-        return states | {one: "restarting" for one in states if one == self._restarting}
+        return states | dict.fromkeys(self._restarting.copy() & states.keys(), "restarting")
 
     def follow_owner(self) -> None:
         """A copy learns which servers joined and left. Costs one `stat` while nothing changes, and
         never blocks: it is called on event loops."""
-        if not self._follows or not self._changing.acquire(blocking=False):
+        file = self._owners_file
+        if file is None or not self._changing.acquire(blocking=False):
             return
         try:
-            assert self._file is not None, "a copy without a file follows nobody"
-            status = self._file.stat()
-            seen = (status.st_mtime_ns, status.st_ino)
+            seen = file.stamp()
             if seen != self._read_file:
-                self._adopt(self._told())
+                self._adopt(file.read())
                 self._read_file = seen
         except (EngineLostError, OSError):
             pass  # read again, and raised, by the request that needs a server
@@ -170,11 +168,11 @@ class ServerPool:
                 self.controls = (*self.controls, self.connect(address))
         for address in self.addresses:
             if address in told["moved"]:
-                self._move(address, _follow(told["moved"], address))
+                self._move(address, follow(told["moved"], address))
 
     def open(self, *, awaits_weights: bool = False) -> None:
         """Waits until all answer, and starts to watch the processes."""
-        if self._follows:  # an unreachable server is being replaced
+        if self._owners_file is not None:  # an unreachable server is being replaced
             return
         # Our own servers have reported ready; one that is gone by now will not come back.
         timeout_s = 0.0 if self._processes else self._setup_timeout_s
@@ -253,7 +251,7 @@ class ServerPool:
                     f"{control.kind} {control.address} lacks version {version} of the weights, "
                     "and they cannot be sent again: set actor.weight_update_mode to shm or disk"
                 )
-            self._attempt(control, lambda one: self._load(one, order))
+            self._attempt(control, lambda one: self._load_member(one, order))
 
     def expect_weights(self, version: int) -> None:
         """Servers may have `version` from now on."""
@@ -269,10 +267,11 @@ class ServerPool:
         self.expect_weights(version)
         with self._changing:
             self.version, self._weights = version, order
-            self.num_recent, self._forbidden = 0, None
+            self.restarts.renew()
+            self.restarts.forbidden = None
             newcomers, self._newcomers = self._newcomers, set()
             if order is None and version > 0:
-                self._forbidden = (
+                self.restarts.forbidden = (
                     f"the weights of version {version} came through a process group, as a delta or "
                     "by CUDA IPC, and nothing holds them for another server; set "
                     "actor.weight_update_mode to shm or disk for that"
@@ -281,9 +280,9 @@ class ServerPool:
 
     def has(self, address: str) -> bool:
         """Whether the server takes part in weight updates, as far as the owner has told."""
-        return address in self.addresses and not (
-            self._follows and address in self._told()["moved"]
-        )
+        file = self._owners_file
+        moved = {} if file is None else file.read()["moved"]
+        return address in self.addresses and address not in moved
 
     def is_gone(self, address: str) -> bool:
         """Whether a server whose connection was lost has ended or was dropped; `successor` may be
@@ -293,8 +292,8 @@ class ServerPool:
                 return True
         except EngineLostError:  # raised by `successor`
             return True
-        if self._follows:
-            return not self.connect(address).is_there(_ANSWER_S)
+        if self._owners_file is not None:
+            return not self.connect(address).is_there(ANSWER_S)
         process = self._processes.get(address)
         return process is not None and process.describe_end() is not None
 
@@ -305,13 +304,16 @@ class ServerPool:
         EngineLostError if it was the last server and cannot be restarted.
         """
         with self._changing:
+            loss = self._losses.setdefault(address, threading.Lock())
+        with loss:
             if address in self.addresses:
                 with waiting(f"the replacement of the server {address}"):
-                    if self._follows:
-                        self._ask_owner(address)
+                    if (file := self._owners_file) is not None:
+                        self._ask_owner(file, address)
                     else:
                         self._restart_if_ended(address)
-            return _follow(self._moved, address)
+        with self._changing:
+            return follow(self._moved, address)
 
     def join(
         self,
@@ -398,13 +400,11 @@ class ServerPool:
     def preload(self, address: str, token: str | None) -> WeightOrder | None:
         """Load the noted weights into a server that will join, while nobody waits; returns what it
         was given. None if it is one of the pool, or nothing can be loaded."""
-        order = self._weights
-        if address in self.addresses or order is None:
+        if address in self.addresses or self._weights is None:
             return None
         control = self.connect(address, token)
         control.wait_until_healthy(self._setup_timeout_s)
-        self._load(control, order)
-        return order
+        return self._load_ahead(control)
 
     def drain(self, address: str) -> ControlClient:
         """The server gets no more requests, and stays a member until `leave`."""
@@ -470,8 +470,9 @@ class ServerPool:
         return None
 
     @property
-    def _follows(self) -> bool:
-        return self.is_copy and self._file is not None
+    def _owners_file(self) -> AddressFile | None:
+        """Of a copy."""
+        return self._file if self.is_copy else None
 
     def _watch(self, address: str | None, process: ServerProcess) -> None:
         """Needed because calls of copies bypass this object, so the end might go unnoticed."""
@@ -485,63 +486,69 @@ class ServerPool:
 
     def _restart_if_ended(self, address: str) -> None:
         process = self._processes.get(address)
-        end = None if process is None else process.describe_end()
-        if process is None or end is None:
+        if process is None or (end := process.describe_end()) is None:
             return
-        self._restarting = address
+        self._restarting.add(address)
         try:
-            successor = self._restart(process, end)
+            with self._starts:
+                self._restart(address, process, end)
         except EngineLostError as lost:
-            if self.addresses == [address]:
-                raise
-            self._leave_out(address, str(lost))
-        else:
-            self._processes[successor] = self._processes.pop(address)
-            self._newcomers.add(successor)
-            self._move(address, successor)
+            with self._changing:
+                if self.addresses == [address]:
+                    raise
+                if self._processes.pop(address, None):  # else it left meanwhile
+                    self._leave_out(address, str(lost))
+            process.close()  # what the last attempt may have started
         finally:
-            self._restarting = None
+            self._restarting.discard(address)
 
-    def _restart(self, process: ServerProcess, end: str) -> str:
-        """The new address. EngineLostError says how the last one ended if the budget is spent."""
-        if self._forbidden is not None:
-            raise EngineLostError(f"{end}; it cannot be replaced: {self._forbidden}")
-        while self.num_recent < self._max_restarts:
-            self.num_recent += 1
-            self.num_restarts += 1
+    def _restart(self, address: str, process: ServerProcess, end: str) -> None:
+        """EngineLostError says how the last one ended if the budget is spent."""
+        while True:
+            with self._changing:
+                self.restarts.spend(process, end)
             logger.warning("%s; starting another", end)
             try:
-                address = process.start_again()
-                control = self.connect(address)
+                control = self.connect(process.start_again())
                 control.get("/health")
-                self._prepare(control, self._weights)
-                return address
+                order = self._load_ahead(control)
+                with self._changing:
+                    return self._replace(address, control, order)
             except EngineLostError:  # no worker left to start it in
                 raise
             except RuntimeError as error:  # it did not start, or died again
                 end = str(error)
-        raise EngineLostError(end)
 
-    def _ask_owner(self, address: str) -> None:
+    def _load_ahead(self, control: ControlClient) -> WeightOrder | None:
+        """Load the noted weights into a server that nobody waits for yet; returns what it got.
+        None if there are none, or the device is in use by the trainer."""
+        order = self._weights
+        if order is None or self.offloaded:
+            return None
+        try:
+            self._load(control, order)
+        except ServerError:
+            if self._weights == order:
+                raise
+            return None  # an update has removed them
+        return order
+
+    def _replace(self, address: str, new: ControlClient, loaded: WeightOrder | None) -> None:
+        """The server at `address` is `new` from now on."""
+        if address not in self._processes:  # it left meanwhile, and its process was ended
+            return
+        self.restarts.refuse_if_forbidden(f"{new.kind} {address} has ended")
+        self._prepare(new, None if self._weights == loaded else self._weights)
+        self._processes[new.address] = self._processes.pop(address)
+        self._newcomers.add(new.address)
+        self._move(address, new.address)
+
+    def _ask_owner(self, file: AddressFile, address: str) -> None:
         """A copy waits until the owner has replaced the server, or it answers again."""
-        deadline = time.monotonic() + self._setup_timeout_s
-        while time.monotonic() < deadline:
-            moved = self._told()["moved"]
-            if address in moved:
-                return self._move(address, _follow(moved, address))
-            if self.connect(address).is_there(_ANSWER_S):
-                return None
-            time.sleep(_LOOK_S)
-        limit = f"{self._setup_timeout_s:g} s (rollout.setup_timeout)"
-        raise ServerError(f"{self._protocol.kind} {address}: no replacement within {limit}")
-
-    def _told(self) -> dict[str, Any]:
-        """What the owner says of the servers. EngineLostError if none is left."""
-        assert self._file is not None, "a copy without a file follows nobody"
-        told = json.loads(self._file.read_text(encoding="utf-8"))
-        if told["loss"] is not None:
-            raise EngineLostError(told["loss"])
-        return told
+        now = file.wait_for_news(self.connect(address), self._setup_timeout_s)
+        if now != address:
+            with self._changing:
+                self._move(address, now)
 
     def _move(self, former: str, address: str | None) -> None:
         """The server at `former` is replaced by that at `address`, or dropped."""
@@ -558,10 +565,9 @@ class ServerPool:
 
     def _tell_copies(self, *, loss: str | None = None) -> None:
         if self._file is not None and not self.is_copy:
-            # No other run reads it, so it need not survive a power failure.
             told = {"moved": self._moved, "loss": loss, "joined": self._joined}
             told |= {"draining": sorted(self._draining), "awaiting": self.awaiting}
-            atomic_write_text(self._file, json.dumps(told), durable=False)
+            self._file.write(told)
 
     def _prepare(self, control: ControlClient, order: WeightOrder | None) -> None:
         """Bring a new server to the state of the others before its address is known."""
@@ -576,23 +582,18 @@ class ServerPool:
             protocol.pause(control)
 
     def _load(self, control: ControlClient, order: WeightOrder) -> None:
-        """Into a server that has no requests whose replies count."""
+        """Into a server that has no requests whose replies count, and is not paused after it."""
         if not self._protocol.versions_tokens:
             self._protocol.interrupt(control)
         self._protocol.load_weights(control, order)
         if not self._protocol.versions_tokens:
             self._protocol.resume(control)
-            if self.is_paused:
-                self._protocol.pause(control)
+
+    def _load_member(self, control: ControlClient, order: WeightOrder) -> None:
+        self._load(control, order)
+        if self.is_paused and not self._protocol.versions_tokens:
+            self._protocol.pause(control)
 
     def _leave_out(self, address: str, cause: str) -> None:
         logger.warning("a server is lost, the others go on: %s", cause)
         self._move(address, None)
-
-
-def _follow(moved: dict[str, str | None], address: str) -> str | None:
-    """Where the server at `address` is now."""
-    found: str | None = address
-    while found is not None and found in moved:
-        found = moved[found]
-    return found

@@ -6,7 +6,8 @@
     process.close()
 
 `launch_server` starts a stock server with the interpreter of its own environment, isolated from the
-packages of this process, on a port chosen here, and waits until it answers.
+packages of this process, on a port chosen here, and waits until it answers. What such a server
+starts itself (the engine of vLLM is a process of its own) ends with it, and with this process.
 
 `HostedServer` runs a server in a scheduler worker, possibly on another machine:
 
@@ -25,11 +26,13 @@ import signal
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from areal.api.engine_api import EngineLostError
 from areal.api.redact import remember_secret
 from areal.engine.remote.server_control import ControlClient
 from areal.utils.child_process import ChildProcess
@@ -102,6 +105,32 @@ class ServerProcess:
         self._child.terminate()
 
 
+class Restarts:
+    """How often each server of a pool may be started again, and how often all were."""
+
+    def __init__(self, max_restarts: int) -> None:
+        self._max_restarts = max_restarts
+        # Since the last weight update, or batch that was scored.
+        self._num_recent: Counter[ServerProcess] = Counter()
+        self.num_all = 0
+        self.forbidden: str | None = None  # why none may be
+
+    def spend(self, process: ServerProcess, end: str) -> None:
+        """One more. EngineLostError says how the last server ended if there is none left."""
+        self.refuse_if_forbidden(end)
+        if self._num_recent[process] >= self._max_restarts:
+            raise EngineLostError(end)
+        self._num_recent[process] += 1
+        self.num_all += 1
+
+    def refuse_if_forbidden(self, end: str) -> None:
+        if self.forbidden is not None:
+            raise EngineLostError(f"{end}; it cannot be replaced: {self.forbidden}")
+
+    def renew(self) -> None:
+        self._num_recent.clear()
+
+
 def launch_server(
     kind: str,
     command: Sequence[str],
@@ -129,7 +158,9 @@ def launch_server(
     own = {"PYTHONPATH": "", "HF_HUB_OFFLINE": "1", **env}
     if gpus is not None:
         own["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-    child = ChildProcess([*argv, *extra_args], name=kind, env=own, log_path=log_path)
+    child = ChildProcess(
+        [*argv, *extra_args], name=kind, env=own, log_path=log_path, is_guarded=True
+    )
     address = f"{host}:{port}"
     control = ControlClient(address, token, timeout_s=_PROBE_S, kind=kind)
     try:

@@ -7,7 +7,8 @@
 
 Servers that know no headers (`protocol.wants_names`) are told the names of each bucket, and receive
 its tensors one by one. The group stays open across versions. A failure, or a change of the servers,
-closes it, and the next version opens a new one.
+closes it, and the next version opens a new one. A server that joins with a version gets it through
+a group of its own, so that it can fail alone.
 
 `DeltaSender` (`delta`) publishes the changes since the version it published last; after a failure,
 and for servers that lack that version, it publishes in full.
@@ -15,11 +16,13 @@ and for servers that lack that version, it publishes in full.
 
 from __future__ import annotations
 
+import queue
 import secrets
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -47,6 +50,7 @@ T = TypeVar("T")
 
 _THREAD = "weight-group"
 _POLL_S = 0.005
+_OFFER_S = 0.1  # between two looks whether a server that joins is given up
 _NAMING_S = 2.0  # timeout of the probe for the server that broke the group
 
 
@@ -56,34 +60,134 @@ class CollectiveSender:
     def __init__(self, protocol: ServerProtocol, *, timeout_s: float) -> None:
         self._protocol = protocol
         self._timeout_s = timeout_s
-        self._controls: Sequence[ControlClient] = ()  # the members of the group
-        self._group: WeightGroup | None = None
-        self._num_opened = 0
+        self._line: _Line | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy in another process opens its own group."""
-        return {**self.__dict__, "_group": None}
+        return {**self.__dict__, "_line": None}
 
     def send(
         self,
         controls: Sequence[ControlClient],
         meta: WeightUpdateMeta,
         named_tensors: NamedTensors,
+        *,
+        newcomers: Sequence[ControlClient] = (),
     ) -> None:
-        """RuntimeError names the failing server."""
-        if controls != self._controls:
+        """RuntimeError names the failing server. A newcomer that fails lacks the version, and the
+        others get it."""
+        if self._protocol.wants_names:
+            # It loads bucket by bucket and reports no version: after a failure nobody could tell
+            # what it has, so that it must not fail alone.
+            controls, newcomers = (*controls, *newcomers), ()
+        if self._line is None or self._line.controls != controls:
             self.close()
-            self._controls = controls
+            self._line = _Line(self._protocol, controls, self._timeout_s)
+        copies = [self._start_copy(control, meta) for control in newcomers]
         try:
-            if self._group is None:
-                self._group = self._open(meta)
-            if self._protocol.wants_names:
-                self._broadcast_by_name(self._group, meta, named_tensors)
-            else:
-                self._broadcast(self._group, meta, named_tensors)
+            self._line.send(meta, _copied(named_tensors, copies))
         except BaseException:
+            for copy in copies:
+                copy.abandon("the update failed")
             self.close()
             raise
+        for copy in copies:
+            copy.finish()
+
+    def close(self) -> None:
+        if self._line is not None:
+            self._line.close()
+            self._line = None
+
+    def _start_copy(self, control: ControlClient, meta: WeightUpdateMeta) -> _Copy:
+        line = _Line(self._protocol, (control,), self._timeout_s)
+        # On any port: the configured one is in use by the group of the members.
+        return _Copy(line, replace(meta, nccl_master_port=0), self._timeout_s)
+
+
+def _copied(named_tensors: NamedTensors, copies: Sequence[_Copy]) -> NamedTensors:
+    for named in named_tensors:
+        for copy in copies:
+            copy.offer(named)
+        yield named
+
+
+class _Copy:
+    """Sends the tensors of an update to one server that joins, in a thread of its own.
+
+        consumes: `offer`     waits for: the server, at most `timeout_s` at a time
+        unblocked by: the server, its timeout, `abandon`
+
+    What it keeps the members waiting for is less than they wait for the sender.
+    """
+
+    def __init__(self, line: _Line, meta: WeightUpdateMeta, timeout_s: float) -> None:
+        self._name = f"{line.controls[0].kind} {line.controls[0].address}"
+        self._timeout_s = timeout_s
+        self._left_s = timeout_s / 2
+        self._fault: str | None = None
+        self._offered: queue.Queue[tuple[str, torch.Tensor] | None] = queue.Queue(maxsize=1)
+        self._sending = in_thread(_THREAD, self._send, line, meta)
+
+    def offer(self, named: tuple[str, torch.Tensor] | None) -> None:
+        """None ends the update. Returns when it was taken, or will never be."""
+        began = time.monotonic()
+        while self._fault is None and not self._sending.done():
+            try:
+                self._offered.put(named, timeout=_OFFER_S)
+                break
+            except queue.Full:
+                if time.monotonic() - began > self._left_s:
+                    self.abandon(f"{self._name} keeps the others waiting")
+        self._left_s -= time.monotonic() - began
+
+    def abandon(self, why: str) -> None:
+        self._fault = why
+        with suppress(queue.Full):  # it then looks when it takes what is there
+            self._offered.put_nowait(None)
+
+    def finish(self) -> None:
+        """Returns when the server has the version, or not."""
+        self.offer(None)
+        try:
+            self._sending.result(self._timeout_s if self._fault is None else 0.0)
+        except (RuntimeError, OSError) as error:  # OSError: also a timeout, or no port
+            fault = self._fault or str(error) or f"not loaded within {self._timeout_s:g} s"
+            logger.warning("%s joins and did not get the weights: %s", self._name, fault)
+
+    def _send(self, line: _Line, meta: WeightUpdateMeta) -> None:
+        try:
+            line.send(meta, self._taken())
+        finally:
+            line.close()
+
+    def _taken(self) -> NamedTensors:
+        while True:
+            named = self._offered.get()
+            if self._fault is not None:  # also instead of an end: it must not look complete
+                raise RuntimeError(self._fault)
+            if named is None:
+                return
+            yield named
+
+
+class _Line:
+    """The group of some servers; it stays open until it fails."""
+
+    def __init__(
+        self, protocol: ServerProtocol, controls: Sequence[ControlClient], timeout_s: float
+    ) -> None:
+        self.controls = controls
+        self._protocol = protocol
+        self._timeout_s = timeout_s
+        self._group: WeightGroup | None = None
+
+    def send(self, meta: WeightUpdateMeta, named_tensors: NamedTensors) -> None:
+        """After an error it is of no more use."""
+        if self._group is None:
+            self._group = self._open(meta)
+        send = self._broadcast_by_name if self._protocol.wants_names else self._broadcast
+        send(self._group, meta, named_tensors)
 
     def close(self) -> None:
         if self._group is not None:
@@ -92,16 +196,15 @@ class CollectiveSender:
 
     def _open(self, meta: WeightUpdateMeta) -> WeightGroup:
         device = torch.empty(0, device=best_device()).device  # with its index
-        of_servers = [self._protocol.group_devices(control) for control in self._controls]
+        of_servers = [self._protocol.group_devices(control) for control in self.controls]
         devices = [device_identity(device), *(each for own in of_servers for each in own)]
         # NCCL needs one GPU per member.
         alone = len(set(devices)) == len(devices) and "cpu" not in devices
         listener = socket.create_server(
             (meta.nccl_master_address, meta.nccl_master_port or 0), backlog=len(devices)
         )
-        self._num_opened += 1
         place = GroupPlace(
-            name=f"{meta.nccl_group_name}-{self._num_opened}-{secrets.token_hex(8)}",
+            name=f"{meta.nccl_group_name}-{secrets.token_hex(8)}",
             host=meta.nccl_master_address,
             port=listener.getsockname()[1],
             rank=0,
@@ -110,7 +213,7 @@ class CollectiveSender:
             timeout_s=float(self._timeout_s),
         )
         calls, rank = _Calls(), 1
-        for control, own in zip(self._controls, of_servers, strict=True):
+        for control, own in zip(self.controls, of_servers, strict=True):
             own_place = replace(place, rank=rank)
             calls.start(control, partial(self._protocol.join_group, control, own_place))
             rank += len(own)
@@ -122,7 +225,7 @@ class CollectiveSender:
         self, group: WeightGroup, meta: WeightUpdateMeta, named_tensors: NamedTensors
     ) -> None:
         calls = _Calls()
-        for control in self._controls:
+        for control in self.controls:
             calls.start(control, partial(self._protocol.receive, control, group.place.name, meta))
         calls.while_answering(
             lambda: group.send(
@@ -141,7 +244,7 @@ class CollectiveSender:
         while bucket:
             following = next(buckets, {})
             calls = _Calls()
-            for control in self._controls:
+            for control in self.controls:
                 told = NamedBucket(group.place.name, bucket, meta.version, is_last=not following)
                 calls.start(control, partial(self._protocol.receive_bucket, control, told))
             tensors = bucket.values()

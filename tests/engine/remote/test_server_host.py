@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from areal.api.scheduler_api import Job, Worker
 from areal.cli.demo import make_model
 from areal.engine.remote.native import launch_native_server
 from areal.engine.remote.server_control import ControlClient
-from areal.engine.remote.server_process import HostedServer, ServerProcess
+from areal.engine.remote.server_process import HostedServer, ServerProcess, launch_server
 from areal.infra.scheduler.local import LocalScheduler
 from areal.sandbox.watch import descendants
 
@@ -99,3 +100,45 @@ def test_a_server_is_replaced_and_so_is_its_worker(scheduler, worker, tmp_path):
     wait_gone(server)
     assert (tmp_path / "server0.log").is_file()
     assert TOKEN not in (tmp_path / "server0.log").read_text()
+
+
+# A server as those of others are: its engine is a process in a session of its own, and deaf.
+STAND_IN = """
+import pathlib, subprocess, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Answer(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "2")
+        self.end_headers()
+        self.wfile.write(b"{}")
+deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); print(); time.sleep(900)"
+command = [sys.executable, "-S", "-u", "-c", deaf]
+engine = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+engine.stdout.readline()
+pathlib.Path(sys.argv[-1]).write_text(str(engine.pid))
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Answer).serve_forever()
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="guards are Linux's")
+def test_nothing_that_a_stock_server_started_outlives_it(tmp_path):
+    (tmp_path / "server.py").write_text(STAND_IN)
+    child, address = launch_server(
+        "stand-in server",
+        [sys.executable, "-S", str(tmp_path / "server.py")],
+        {},
+        {},
+        [str(tmp_path / "engine.pid")],
+        env={},
+        token=TOKEN,
+        gpus=None,
+        host="127.0.0.1",
+        log_path=None,
+        setup_timeout_s=WAIT_S,
+    )
+    engine = int((tmp_path / "engine.pid").read_text())
+    assert engine in list(descendants(child.pid))
+    child.terminate()
+    assert not Path(f"/proc/{engine}").exists()
+    assert not ControlClient(address, TOKEN, timeout_s=WAIT_S).is_there(WAIT_S)

@@ -24,6 +24,7 @@ from areal.engine.remote.server_pool import ServerPool
 from areal.engine.remote.server_process import ServerProcess
 from areal.engine.remote.weight_senders import DeltaSender
 from areal.utils.child_process import ChildProcess
+from areal.utils.in_thread import in_thread
 
 
 class FakeServer:
@@ -110,7 +111,7 @@ def test_a_server_is_started_again_then_left_out_and_the_last_is_raised(fakes, c
         assert {control.address for control in answers} == {again.address, second.address}
         # The weights and the pause, before anybody could send it a request.
         assert again.orders == [("/update_weights", order), ("/pause", {})]
-        assert pool.addresses == [again.address, second.address] and pool.num_restarts == 1
+        assert pool.addresses == [again.address, second.address] and pool.restarts.num_all == 1
         assert pool.successor(first.address) == again.address
 
         kill(again, launchers[0])
@@ -121,13 +122,97 @@ def test_a_server_is_started_again_then_left_out_and_the_last_is_raised(fakes, c
         assert pool.on_one(1, lambda control: control.address) == second.address
 
         kill(second, launchers[1])
-        for call in (pool.successor, lambda _: pool.on_all(lambda c: c.get("/health"))):
-            with pytest.raises(EngineLostError, match="by signal SIGKILL"):
-                call(second.address)
+        with pytest.raises(EngineLostError, match="no room for another"):
+            pool.successor(second.address)
+        with pytest.raises(EngineLostError, match="by signal SIGKILL"):  # it has no restarts left
+            pool.on_all(lambda control: control.get("/health"))
         assert pool.addresses == [second.address]
     finally:
         for process in processes:
             process.close()
+
+
+class MeetingLauncher(Launcher):
+    """Starts again only once another one starts again at the same time."""
+
+    def __init__(self, meeting: Meeting, *servers: FakeServer) -> None:
+        super().__init__(*servers)
+        self._meeting = meeting
+
+    def __call__(self) -> tuple[ChildProcess, str]:
+        if self.children:
+            self._meeting.attend()
+        return super().__call__()
+
+
+class Meeting:
+    def __init__(self) -> None:
+        self.most = self._now = 0
+        self._counting, self._pair = threading.Lock(), threading.Barrier(2)
+        self.meanwhile = lambda: None
+
+    def attend(self) -> None:
+        with self._counting:
+            self._now += 1
+            self.most = max(self.most, self._now)
+        self._pair.wait(900)
+        self.meanwhile()
+        with self._counting:
+            self._now -= 1
+
+
+def test_servers_lost_together_are_replaced_together_and_the_others_are_not_held_up():
+    stays, *lost = [FakeServer() for _ in range(11)]
+    replacements = [FakeServer() for _ in lost]
+    meeting = Meeting()
+    launchers = [MeetingLauncher(meeting, *pair) for pair in zip(lost, replacements, strict=True)]
+    processes = [ServerProcess(launcher) for launcher in launchers]
+    addresses = [server.address for server in [*lost, stays]]
+    options = {"timeout_s": 900, "setup_timeout_s": 900, "processes": processes}
+    pool = ServerPool(NativeProtocol(), addresses, "token", max_restarts=1, **options)
+
+    def change_members() -> None:
+        pool.drain(stays.address)
+        pool.stop_draining(stays.address)
+
+    meeting.meanwhile = lambda: in_thread("change", change_members).result(900)
+    order = {"path": "p", "version": 4, "recompute_kv": True}
+    try:
+        pool.note_weights(4, order)
+        for server, launcher in zip(lost, launchers, strict=True):
+            kill(server, launcher)
+        with ThreadPoolExecutor(20) as threads:  # each loss is noticed twice
+            found = list(threads.map(pool.successor, 2 * addresses))
+        assert found == 2 * [server.address for server in [*replacements, stays]]
+        assert pool.addresses == found[:11] and pool.restarts.num_all == 10
+        assert 2 <= meeting.most <= 8
+        assert [server.orders for server in replacements] == [[("/update_weights", order)]] * 10
+        assert set(pool.states().values()) == {"serving"}
+    finally:
+        for process in processes:
+            process.close()
+        for server in [stays, *replacements]:
+            server.end()
+
+
+def test_a_server_that_leaves_while_it_is_replaced_stays_away(fakes):
+    stays, lost, replacement = fakes
+    launcher = Launcher(lost, replacement)
+    starts = [launcher]
+    process = ServerProcess(lambda: starts[-1]())
+    options = {"timeout_s": 900, "setup_timeout_s": 900, "processes": [process]}
+    pool = ServerPool(NativeProtocol(), [lost.address, stays.address], "token", **options)
+
+    def start_late() -> tuple[ChildProcess, str]:
+        pool.drain(lost.address)
+        pool.leave(lost.address)
+        return launcher()
+
+    starts.append(start_late)
+    kill(lost, launcher)
+    assert pool.successor(lost.address) is None
+    assert pool.addresses == [stays.address]
+    assert launcher.children[-1].wait(900) is not None  # nobody would end it
 
 
 def test_servers_that_get_no_weights_have_new_restarts_for_each_batch(fakes):

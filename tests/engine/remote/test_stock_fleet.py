@@ -68,7 +68,7 @@ async def test_a_server_that_dies_after_a_rank_has_sent_the_weights(fleet, tmp_p
     with PublicationRoot("disk", run_name="test", disk_root=tmp_path / "published") as root:
         await asyncio.to_thread(owner.expect_weights, 1)
         version = await asyncio.to_thread(sender.publish_in, root)
-        os.kill(children[0].pid, signal.SIGKILL)
+        os.killpg(children[0].pid, signal.SIGKILL)
         while len(children) == 2 or owner.stats()["servers"] < 2:
             await asyncio.sleep(0.05)  # the owner knows of version 0 only, and starts it with that
         late = [asyncio.create_task(owner.agenerate(one)) for one in requests(4)]

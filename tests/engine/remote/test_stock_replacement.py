@@ -41,7 +41,7 @@ class Launches:
         return child, address
 
     def kill(self) -> None:
-        os.kill(self.children[-1].pid, signal.SIGKILL)
+        os.killpg(self.children[-1].pid, signal.SIGKILL)
 
 
 @pytest.fixture

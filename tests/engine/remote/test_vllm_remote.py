@@ -309,7 +309,7 @@ async def check_death_after_a_broadcast(world, children):
     """Nothing holds the weights for another server."""
     version = await asyncio.to_thread(world.publish, "xccl")
     await check_serves(world, version)
-    os.kill(children[-1].pid, signal.SIGKILL)
+    os.killpg(children[-1].pid, signal.SIGKILL)
     lost = f"SIGKILL.* cannot be replaced: the weights of version {version} came through a process"
     with pytest.raises(EngineLostError, match=f"(?s){lost}"):
         await world.engine.agenerate(request())

@@ -106,8 +106,8 @@ def test_every_worker_of_two_servers_takes_every_version(folder, launched):
     send_weights(engine, meta_of(5), weights_of(5))
     assert engine.get_version() == 5
 
-    os.kill(children[0].pid, signal.SIGKILL)
-    os.kill(children[1].pid, signal.SIGKILL)
+    os.killpg(children[0].pid, signal.SIGKILL)
+    os.killpg(children[1].pid, signal.SIGKILL)
     lost = "SIGKILL.* cannot be replaced: the weights of version 5 came through a process group"
     with pytest.raises(EngineLostError, match=f"(?s){lost}"):
         engine.stats()

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -134,6 +135,47 @@ def test_a_damaged_delta_is_refused_and_the_old_weights_serve(servers, tmp_path)
         place = {"name": "g", "host": "127.0.0.1", "port": 1, "backend": "gloo"}
         control.post("/init_weights_group", rank=0, world_size=2, timeout_s=1.0, **place)
     engine.destroy()
+
+
+def test_a_server_that_joins_and_hangs_or_dies_meanwhile_ends_no_update(folder, servers):
+    options = {"token": TOKEN, "num_pages": 200, "setup_timeout_s": WAIT_S}
+    child, address = launch_native_server(folder, **options)
+    member = servers[0][1]
+    engine = NativeRemoteEngine([member], TOKEN, request_timeout_s=WAIT_S, weight_group_timeout_s=6)
+    engine.initialize()
+    control = ControlClient(member, TOKEN, timeout_s=WAIT_S)
+    version = control.get("/health")["version"]
+    weights = list(tiny_model(seed=1, **LARGE).named_hf_tensors())
+
+    def publish(signal_number):
+        def gathered():
+            yield from weights[:3]  # the first bucket has left
+            os.kill(child.pid, signal_number)
+            yield from weights[3:]
+
+        meta = meta_of("xccl", "", version)
+        engine.expect_weights(version)
+        send_weights(engine, meta, gathered())
+        os.kill(child.pid, signal.SIGCONT)
+        engine.note_weights(meta)
+
+    try:
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            version += 1
+            with ThreadPoolExecutor(1) as threads:
+                join = partial(engine.join_with_next_weights, timeout_s=WAIT_S)
+                joined = threads.submit(join, address)
+                while engine.member_states().get(address) != "joining":
+                    assert not joined.done()
+                    time.sleep(0.01)
+                publish(number)
+                with pytest.raises(RuntimeError, match=f"native server {address}"):
+                    joined.result(WAIT_S)
+            assert engine.servers == [member]
+            assert control.get("/health")["version"] == version
+    finally:
+        engine.destroy()
+        child.terminate()
 
 
 def test_servers_that_hang_or_die_during_an_update(servers):
