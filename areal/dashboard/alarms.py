@@ -25,12 +25,13 @@ _RECENT = 50
 _EPISODES = 50  # newest ones searched for a tool call
 _MIN_FREE = 0.05  # share of the disk
 _STALL = 10  # times the usual time of a step
+LEVELS = ("alarm", "warning", "note")  # a note: nothing is wrong, and it could be better
 
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
     kind: str
-    level: str  # alarm, warning
+    level: str  # alarm, warning, note
     text: str  # what was seen
     advice: str
 
@@ -49,7 +50,7 @@ def find_alarms(run: RunReader, now: float | None = None) -> list[Alarm]:
         found += [rule(recent, config) for rule in RECENT]
     found += [no_tool_fired(run), disk_filling(run), stalled(run, recent, now or time.time())]
     alarms = [alarm for alarm in found if alarm is not None]
-    return sorted(alarms, key=lambda alarm: alarm.level != "alarm")
+    return sorted(alarms, key=lambda alarm: LEVELS.index(alarm.level))
 
 
 def reward_collapse(rows: Sequence[StepRow], config: Mapping[str, Any]) -> Alarm | None:
@@ -132,10 +133,14 @@ def staleness_at_the_bound(rows: Sequence[StepRow], config: Mapping[str, Any]) -
     values = _values(rows, "rollout/staleness")[-_WINDOW:]
     if not isinstance(bound, int) or bound < 1 or not values or _mean(values) < 0.95 * bound:
         return None
+    # Where training is the slower half this is how a healthy run looks, unless work is lost.
+    stale = _values(rows, "rollout/stale")
+    lost = stale[-1] - stale[0] if stale else 0
+    text = f"tokens are {_mean(values):.2g} versions old on average, the bound is {bound}"
     return Alarm(
         "staleness at the bound",
-        "warning",
-        f"tokens are {_mean(values):.2g} versions old on average, the bound is {bound}",
+        "warning" if lost > 0 else "note",
+        f"{text}; {lost:g} prompts were too old to be trained on" if lost > 0 else text,
         "generation is ahead and waits for the trainer: a lower rollout.max_head_offpolicyness "
         "trains on fresher tokens at the same speed",
     )

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from areal.api.json_text import JsonError, loads
+from areal.dashboard.columns import EVAL_COLUMNS
 from areal.dashboard.reader import UnreadableRunError, folders_below, has_text
 from areal.evaluation.store import SCHEMA_VERSION
 from areal.run.database import open_read_only
@@ -63,6 +64,7 @@ def list_evaluations(file: Path) -> list[dict[str, Any]]:
                 "SELECT evaluation, count(DISTINCT row) FROM samples GROUP BY evaluation"
             ).fetchall()
         )
+    _check(file, evaluations)
     found = []
     for row in evaluations:
         own = [one for one in sums if one[0] == row["id"]]
@@ -74,7 +76,7 @@ def list_evaluations(file: Path) -> list[dict[str, Any]]:
                 "problems": problems.get(row["id"], 0),
                 "counts": {one[1]: one[2] for one in own},
                 "reward": _finite(sum(one[3] for one in own) / count) if count else None,
-                "tokens": sum(one[4] for one in own),
+                "tokens": _finite(sum(one[4] for one in own)),
             }
         )
     return found
@@ -100,7 +102,14 @@ def find_results(file: Path, wanted: ResultFilter) -> list[dict[str, Any]]:
         WHERE {where} ORDER BY row, sample LIMIT ? OFFSET ?"""
     with _opened(file) as connection:
         rows = connection.execute(sql, (*values, wanted.limit, wanted.offset)).fetchall()
+    _check(file, rows)
     return [_result(row) for row in rows]
+
+
+def _check(file: Path, rows: list[sqlite3.Row]) -> None:
+    fault = EVAL_COLUMNS.find_fault(rows)
+    if fault:
+        raise UnreadableRunError(f"{file}: {fault}: restore a copy of the file")
 
 
 def _result(row: sqlite3.Row) -> dict[str, Any]:

@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from areal.api.io_struct import FinetuneSpec
-from areal.rollout.ledger_balance import STATES, read_task
+from areal.dashboard.columns import RUN_COLUMNS
+from areal.rollout.ledger_balance import READ_TASK, STATES
 from areal.run.database import SCHEMA_VERSION, describe_holders, open_read_only
 from areal.run.paths import RunPaths
 
@@ -96,7 +97,11 @@ class RunReader:
     def query(self, sql: str, values: tuple[Any, ...] = ()) -> list[sqlite3.Row]:
         assert self._connection is not None, "use it in a with block"
         with self._clear_errors():
-            return self._connection.execute(sql, values).fetchall()
+            rows = self._connection.execute(sql, values).fetchall()
+        fault = RUN_COLUMNS.find_fault(rows)
+        if fault:
+            raise self._damaged(fault)
+        return rows
 
     def has_table(self, name: str) -> bool:
         found = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = ?"
@@ -151,12 +156,7 @@ class RunReader:
         return self._step(rows[0]) if rows else None
 
     def _step(self, row: sqlite3.Row) -> StepRow:
-        return StepRow(row["step"], self._time(row["time"]), self._stats(row))
-
-    def _time(self, found: Any) -> float:
-        if not _is_number(found) or not math.isfinite(found):
-            raise self._damaged(f"a time is {found!r:.60}, expected Unix seconds")
-        return found
+        return StepRow(row["step"], row["time"], self._stats(row))
 
     def _damaged(self, what: str) -> UnreadableRunError:
         return UnreadableRunError(f"{self.paths.database}: {what}: restore a copy of the file")
@@ -164,7 +164,7 @@ class RunReader:
     def _stats(self, row: sqlite3.Row) -> dict[str, float]:
         try:
             stats = json.loads(row["stats"])
-        except (TypeError, ValueError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             stats, found = None, f"are not JSON ({error})"
         else:
             found = f"are a {type(stats).__name__}, expected an object"
@@ -212,15 +212,14 @@ class RunReader:
         """The row of one prompt; None if it was never issued."""
         if self.is_empty:
             return None
-        assert self._connection is not None
-        with self._clear_errors():
-            return read_task(self._connection, task_id)
+        rows = self.query(READ_TASK, (task_id,))
+        return dict(rows[0]) if rows else None
 
     def events(self, *, last: int = 100) -> list[dict[str, Any]]:
         if self.is_empty:
             return []
         rows = self.query("SELECT time, kind, text FROM events ORDER BY id DESC LIMIT ?", (last,))
-        return [{**dict(row), "time": self._time(row["time"])} for row in reversed(rows)]
+        return [dict(row) for row in reversed(rows)]
 
     def config_text(self) -> str:
         """YAML of the newest start; empty before the first."""
@@ -261,8 +260,6 @@ class RunReader:
             bounds.append(num_seqs // batch_size)
         bound = min((one for one in bounds if isinstance(one, int)), default=None)
         num_rows = starts[0]["dataset_size"]
-        if not isinstance(num_rows, int):
-            raise self._damaged(f"the data set of a start has {num_rows!r:.60} rows")
         return FinetuneSpec(epochs, num_rows, batch_size, bound).total_train_steps
 
     def _has_finished(self) -> bool:

@@ -29,11 +29,16 @@ _STRIPS = {
     "version": "versions",
     "advantage": "advantages",
     "prox_logp": "prox_logp",
+    "train_logp": "train_logp",
     "ref_logp": "ref_logp",
     "entropy": "entropy",
 }
-NO_ENTROPY = (
-    "entropy was not computed: training skipped this sample, whose advantages are 0; the pass of "
+# Stored tensors by what has a value of them, and those that count or select.
+_PER_TOKEN = {*_STRIPS.values(), "mask", "loss_mask", "ids", "input_ids", "attention_mask"}
+_PER_SAMPLE = {"rewards", "original_rewards", "episode_ids", "seq_no_eos"}
+_FINITE = {"ids", "input_ids", "mask", "loss_mask", "attention_mask", "episode_ids"}
+_SKIPPED = (
+    "training skipped this sample, whose advantages are 0; the pass of "
     "actor.use_decoupled_loss before training has every sample"
 )
 _MAX_SHOWN = 1 << 15  # tokens of one sample
@@ -102,8 +107,9 @@ def read_group(run: RunReader, task_id: int) -> list[dict[str, Any]]:
 
 def read_sample(run: RunReader, task_id: int, sample: int) -> dict[str, Any] | None:
     """One sample with a list per value: `tokens` (texts), `ids`, `mask` (trained on), and where
-    stored `logprob`, `version`, `advantage`, `prox_logp`, `ref_logp`, `entropy`, `ratio`;
-    `missing` says why a trained sample has no entropy, or that only its first tokens are here."""
+    stored `logprob`, `version`, `advantage`, `prox_logp`, `train_logp`, `ref_logp`, `entropy`,
+    `ratio`; `missing` says why a trained sample has no entropy or ratio, or that only its first
+    tokens are here."""
     if run.has_table("samples"):
         rows = run.query(
             f"SELECT {_FIELDS}, data FROM samples WHERE task_id = ? AND sample = ?",
@@ -111,15 +117,14 @@ def read_sample(run: RunReader, task_id: int, sample: int) -> dict[str, Any] | N
         )
         if rows:
             facts = {key: rows[0][key] for key in rows[0].keys() if key != "data"}  # noqa: SIM118
-            tensors = _decode(run, task_id, rows[0]["data"])
-            missing = [] if "entropy" in tensors else [NO_ENTROPY]
-            return {**facts, "state": "trained", **_strip(run, tensors, missing)}
+            tensors = _decode(run, task_id, rows[0]["data"], "ids", num_axes=1)
+            return {**facts, "state": "trained", **_strip(run, tensors, _not_computed(tensors))}
     if run.is_empty:
         return None
     rows = run.query("SELECT task_id, data FROM trajectories WHERE task_id = ?", (task_id,))
     if not rows:
         return None
-    group = _decode(run, task_id, rows[0]["data"])
+    group = _decode(run, task_id, rows[0]["data"], "attention_mask", "input_ids", num_axes=2)
     if not 0 <= sample < len(group["input_ids"]):
         return None
     return {**_facts(task_id, sample, group), **_strip(run, _row(group, sample), [])}
@@ -140,7 +145,7 @@ def _find_waiting(run: RunReader, wanted: SampleFilter) -> list[dict[str, Any]]:
 
 
 def _waiting_group(run: RunReader, row: sqlite3.Row) -> list[dict[str, Any]]:
-    group = _decode(run, row["task_id"], row["data"])
+    group = _decode(run, row["task_id"], row["data"], "attention_mask", "input_ids", num_axes=2)
     return [_texts(run, row["task_id"], group, i) for i in range(len(group["input_ids"]))]
 
 
@@ -171,16 +176,35 @@ def _matches(sample: Mapping[str, Any], wanted: SampleFilter) -> bool:
     return part in sample["prompt"].lower() or part in sample["output"].lower()
 
 
-def _decode(run: RunReader, task_id: int, data: bytes) -> dict[str, np.ndarray]:
+def _decode(
+    run: RunReader, task_id: int, data: Any, *needed: str, num_axes: int
+) -> dict[str, np.ndarray]:
+    """With the tensors `needed`, which have `num_axes` axes; all that are read have their shape."""
     import safetensors
     import safetensors.numpy
 
     try:
-        return safetensors.numpy.load(data)
+        tensors = safetensors.numpy.load(data)
+        shape = [tensors[key] for key in needed][0].shape
     except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise UnreadableRunError(
-            f"{run.paths.database}: the trajectory of prompt {task_id} cannot be read ({error})"
-        ) from error
+        raise _unreadable(run, task_id, repr(error)) from error
+    expected = dict.fromkeys(_PER_TOKEN, shape) | dict.fromkeys(_PER_SAMPLE, shape[:1])
+    wrong = [
+        f"{key} {tensors[key].dtype} {tensors[key].shape}"
+        for key in sorted(expected.keys() & tensors.keys())
+        if tensors[key].shape != expected[key]
+        or (key in _FINITE and not np.isfinite(tensors[key]).all())
+    ]
+    if len(shape) != num_axes or wrong:
+        found = ", ".join([f"{needed[0]} {shape}", *wrong])
+        raise _unreadable(run, task_id, f"expected {num_axes} axes and equal shapes, got {found}")
+    return tensors
+
+
+def _unreadable(run: RunReader, task_id: int, why: str) -> UnreadableRunError:
+    return UnreadableRunError(
+        f"{run.paths.database}: the trajectory of prompt {task_id} cannot be read ({why})"
+    )
 
 
 def _row(group: Mapping[str, np.ndarray], sample: int) -> dict[str, np.ndarray]:
@@ -210,6 +234,18 @@ def _facts(task_id: int, sample: int, group: Mapping[str, np.ndarray]) -> dict[s
     }
 
 
+def _not_computed(tensors: Mapping[str, np.ndarray]) -> list[str]:
+    absent = [] if _policy_logp(tensors) is not None else ["ratio"]
+    absent += [] if "entropy" in tensors else ["entropy"]
+    what = f"{' and '.join(absent)} {'was' if len(absent) == 1 else 'were'} not computed"
+    return [f"{what}: {_SKIPPED}"] if absent else []
+
+
+def _policy_logp(tensors: Mapping[str, np.ndarray]) -> np.ndarray | None:
+    """Log-probabilities by the policy that trains."""
+    return tensors.get("train_logp", tensors.get("prox_logp"))
+
+
 def _strip(
     run: RunReader, tensors: Mapping[str, np.ndarray], missing: Sequence[str]
 ) -> dict[str, Any]:
@@ -229,8 +265,9 @@ def _strip(
     for name, key in _STRIPS.items():
         if key in tensors:
             strip[name] = [_number(value) for value in tensors[key].tolist()]
-    if "prox_logp" in tensors and "logprobs" in tensors:
-        ratios = np.exp(tensors["prox_logp"].astype(np.float64) - tensors["logprobs"])
+    policy_logp = _policy_logp(tensors)
+    if policy_logp is not None and "logprobs" in tensors:
+        ratios = np.exp(policy_logp.astype(np.float64) - tensors["logprobs"])
         strip["ratio"] = [_number(value) for value in ratios.tolist()]
     return strip
 

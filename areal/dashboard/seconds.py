@@ -38,9 +38,10 @@ _LOSSES = {
     "save": ("checkpoints", "save less often (saver.freq_steps)"),
     "recover": ("recover points", "write fewer recover points (recover.freq_steps)"),
     "bookkeeping": (
-        "ledger and statistics",
+        "ledger and stored samples",
         "train more prompts per step; a slow disk under the run's folder shows here too",
     ),
+    "statistics": ("statistics", "train more prompts per step; servers answer late that are busy"),
     "to_training": ("switching to training", "give training and generation devices of their own"),
     "to_generation": (
         "switching to generation",

@@ -122,11 +122,13 @@ def run_missing(
         on_sample(result)
 
     with ExitStack() as stack:
+        # Closed last: the engine closes its connections on the event loop that opened them.
+        events = stack.enter_context(asyncio.Runner())
         engine = _open_engine(plan, stack)
         images = stack.enter_context(ScratchFolder("eval-images"))
         workflow = _workflow(plan, images)
         stack.callback(workflow.close)
-        asyncio.run(_run_all(plan, engine, workflow, missing, keep))
+        events.run(_run_all(plan, engine, workflow, missing, keep))
 
 
 def _point_at(config: PPOConfig, target: Target) -> None:

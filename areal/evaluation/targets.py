@@ -61,17 +61,20 @@ def _find(name: str, checkpoints: bool) -> list[Target]:
 
 def _of_run(name: str, paths: RunPaths, checkpoints: bool) -> list[Target]:
     run = paths.root.absolute()
-    saved = saved_checkpoints(paths.checkpoints, "actor") if checkpoints else {}
+    saved = saved_checkpoints(paths.checkpoints, "actor")
     targets = [
         _model(f"{name}@{step + 1}", str(folder.absolute()), run=run, step=step + 1)
-        for step, folder in saved.items()
+        for step, folder in (saved.items() if checkpoints else ())
     ]
     if paths.model.is_dir():
         targets.append(_model(name, str(paths.model.absolute()), run=run))
     if not targets:
-        where = "saver.freq_steps saves checkpoints" if checkpoints else "let it end, or resume it"
-        also = "" if checkpoints else ", or give --checkpoints for those saved so far"
-        raise ValueError(f"{name}: this run has no final model yet: {where}{also}")
+        other = "have it save checkpoints (saver.freq_steps)"
+        if saved:
+            other = f"give its newest checkpoint, {saved[max(saved)]} (areal eval: --checkpoints)"
+        raise ValueError(
+            f"{name}: this run has no final model yet: let it end, or resume it, or {other}"
+        )
     return targets
 
 

@@ -64,13 +64,13 @@ def read_reasons(connection: sqlite3.Connection) -> list[tuple[str, str, int]]:
     return [tuple(row) for row in rows]
 
 
+READ_TASK = """SELECT tasks.*, trajectories.task_id IS NOT NULL AS trajectory_kept
+    FROM tasks LEFT JOIN trajectories USING (task_id) WHERE task_id = ?"""
+
+
 def read_task(connection: sqlite3.Connection, task_id: int) -> dict[str, object] | None:
     """The row of one prompt; None if it was never issued."""
-    found = connection.execute(
-        """SELECT tasks.*, trajectories.task_id IS NOT NULL AS trajectory_kept
-           FROM tasks LEFT JOIN trajectories USING (task_id) WHERE task_id = ?""",
-        (task_id,),
-    ).fetchone()
+    found = connection.execute(READ_TASK, (task_id,)).fetchone()
     return None if found is None else dict(found)
 
 

@@ -42,7 +42,10 @@ def newest_recording(folder: str | Path) -> Recording:
     paths = RunPaths(Path(folder).absolute())
     with closing(open_read_only(paths.database)) as connection:
         stored = sorted(steps_with_trajectories(connection), reverse=True)
-    why = "no trajectory is stored (recover.mode=on keeps those of the newest steps)"
+    why = (
+        "no trajectory is stored, as those up to the newest recover point are dropped. Give its "
+        f"config instead ({paths.config}), or train with recover.freq_steps=1"
+    )
     for step in stored:
         try:
             return read_recording(folder, step)

@@ -13,7 +13,7 @@ run/run.py and rollout/ledger.py.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -140,9 +140,11 @@ class PPOTrainer(Trainer):
             stats = self._close_batch(batch, data, step)
             self.probe.look(batch.trajectories, version=step.global_step + 1)
             if self.run.evaluation_due(step):
+                self.device.to_generation()  # a phase of its own
                 with phase("evaluate", "sync"):
                     stats |= self.evaluate(evaluation)
             self.device.to_training()  # after an evaluation; saving needs the models on the device
+            stats |= self._measure(stats)
             recorded = self.run.finish_step(step, self.tokenizer, stats)
             if on_step is not None:
                 on_step(step.global_step + 1, self.run.total_steps, recorded)
@@ -302,15 +304,21 @@ class PPOTrainer(Trainer):
         self.inference.note_weights(self.weights.with_version(version))
 
     def _close_batch(self, batch: Batch, data: dict[str, Any], step: StepInfo) -> dict[str, float]:
-        """Mark the batch as trained, admit new prompts, and return the step's statistics."""
+        """Mark the batch as trained, admit new prompts, and return the batch's statistics."""
         with phase("bookkeeping", "io"):
             self.rollout.mark_trained(batch, step.global_step)
             self.rollout.set_version(step.global_step + 1)
             self.samples.record(batch, data, step.global_step)
             stats = describe_batch(data, version=step.global_step)
             stats["rollout/groups_with_spread"] = self.reward_spread.share(batch.trajectories)
-            stats |= {f"rollout/{name}": value for name, value in self.rollout.stats().items()}
-            stats |= {f"server/{name}": value for name, value in self.inference.stats().items()}
-            stats |= self.predict_speed(stats)
-            self.server_trace.update()
         return stats
+
+    def _measure(self, stats: Mapping[str, float]) -> dict[str, float]:
+        """Counters of rollout and servers, and the speed that was predicted. At the end of a step:
+        the time of its row must be that of its counters, also after an evaluation."""
+        with phase("statistics", "io"):
+            found = {f"rollout/{name}": value for name, value in self.rollout.stats().items()}
+            found |= {f"server/{name}": value for name, value in self.inference.stats().items()}
+            found |= self.predict_speed({**stats, **found})
+            self.server_trace.update()
+        return found

@@ -5,8 +5,10 @@ In: the batch of a step and the tensors that training computed for it. Out: rows
 tokenizer.
 
     ids mask versions logprobs                 as the workflow returned them
-    advantages prox_logp ref_logp entropy      as training computed them, where it did; it gives
-                                               no entropy (NaN) of a sample it skipped
+    advantages ref_logp                        as training computed them, where it did
+    entropy, and prox_logp or train_logp       of the policy that trains: from a pass before
+                                               training, else from the training pass, which gives
+                                               none (NaN) of a sample it skipped
 
 Bounded: at most `_MAX_STEPS` steps of a run, of each the first group of its batch, of that at most
 `_MAX_TOKENS` tokens.
@@ -33,7 +35,8 @@ if TYPE_CHECKING:
 
 _MAX_STEPS = 1000
 _MAX_TOKENS = 1 << 14  # of one step
-_COMPUTED = ("advantages", "prox_logp", "ref_logp", "entropy")
+_COMPUTED = ("advantages", "prox_logp", "train_logp", "ref_logp", "entropy")
+_SEEN = ("train_logp", "entropy")  # by the training pass, in the rows that it computed
 # Safetensors' names and sizes; other values are F32.
 _DTYPES = {"ids": ("I32", 4), "versions": ("I32", 4), "mask": ("BOOL", 1)}
 
@@ -59,8 +62,9 @@ class SampleRecorder:
         texts: dict[tuple[int, ...], str] = {}  # the samples share their prompt, often all
         for row, length in enumerate(group["attention_mask"].sum(dim=1).int().tolist()):
             tensors = {key: value[row, :length] for key, value in values.items()}
-            if "entropy" in tensors and np.isnan(tensors["entropy"]).any():
-                del tensors["entropy"]
+            for key in _SEEN:
+                if key in tensors and np.isnan(tensors[key]).any():
+                    del tensors[key]
             room -= length
             if room < 0 and samples:
                 break
@@ -135,8 +139,10 @@ def _per_token(group: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, n
         "logprobs": group["logprobs"].float(),
     }
     width = tensors["ids"].shape[1]
+    # Where training alone asked the policy, prox_logp is at most a copy of the sampled ones.
+    copies = {"prox_logp"} if "train_logp" in data else set()
     for key in _COMPUTED:
-        if key in data:
+        if key in data and key not in copies:
             # Position t of the batch is about token t + 1 (ppo/batch.py); nothing is about the 0th.
             values = data[key][:num_rows, : width - 1].detach().cpu().float()
             tensors[key] = torch.nn.functional.pad(values, (1, 0))

@@ -66,6 +66,7 @@ class PerfTracer:
         self._named_threads: set[int] = set()
         self._async_ids = itertools.count(1)
         self._stages: dict[str, tuple[str, float]] = {}  # of each lane: name, start
+        self._lane_ends: dict[int, float] = {}  # of `add_spans`: the newest end
         self._written_at = time.monotonic()
         self._has_failed = False
         # One reading of the wall clock, then the monotonic clock, which never jumps.
@@ -113,18 +114,23 @@ class PerfTracer:
         self._add(*_lane_pair(lane, name, start, end))
 
     def add_spans(self, process: str, name: str, intervals: Sequence[tuple[float, float]]) -> None:
-        """Work of a process without its own trace; times in seconds since the epoch."""
+        """Work of a process without its own trace; times in seconds since the epoch. What the
+        last call already had is left out: spans of one lane must not overlap."""
         lane = zlib.crc32(process.encode())  # an id that no process of this machine has
         place = {"pid": lane, "tid": lane}
         with self._lock:
+            known = self._lane_ends.get(lane, 0.0)
             if lane not in self._named_threads:
                 self._named_threads.add(lane)
-                name_of_lane = {"ph": "M", "name": "process_name", "args": {"name": process}}
-                self._events.append({**name_of_lane, **place})
-            for start, end in intervals:
+                names = (("process_name", process), ("thread_name", "engine"))
+                self._events += [
+                    {"ph": "M", "name": kind, "args": {"name": one}, **place} for kind, one in names
+                ]
+            for start, end in ((max(start, known), end) for start, end in intervals if end > known):
                 span = {"ph": "X", "name": name, "cat": "compute", "args": {}}
                 times = {"ts": start * 1e6, "dur": (end - start) * 1e6}
                 self._events.append({**span, **times, **place})
+            self._lane_ends[lane] = max([known, *(end for _, end in intervals)])
 
     def save(self) -> None:
         """Append the events recorded since the last save."""

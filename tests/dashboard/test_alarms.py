@@ -45,6 +45,15 @@ def test_an_alarm_fires_for_its_cause_alone(tmp_path, expected, key, curve):
     assert kinds(tmp_path) == {expected}
 
 
+def test_staleness_at_the_bound_is_a_note_until_work_is_lost(tmp_path):
+    for lost, level in ((0, "note"), (5, "warning")):
+        curves = {"rollout/staleness": lambda x: 2.0, "rollout/stale": lambda x, n=lost: n * x}
+        write(tmp_path / level, **curves)
+        with RunReader(tmp_path / level) as run:
+            found = [alarm for alarm in find_alarms(run) if alarm.kind == "staleness at the bound"]
+        assert [alarm.level for alarm in found] == [level]
+
+
 def test_a_run_that_learns_raises_none(tmp_path):
     curves = {
         "rollout/reward": lambda x: 0.2 + 0.7 * x,

@@ -9,13 +9,15 @@ import sqlite3
 import numpy as np
 import pytest
 import safetensors.numpy
-from dashboard_world import WrittenRun
+import torch
+from dashboard_world import WrittenRun, group
 
 from areal.api.json_text import dumps, loads
 from areal.dashboard import text, views
 from areal.dashboard.reader import RunReader, UnreadableRunError, find_runs
 from areal.dashboard.routes import Routes
 from areal.dashboard.samples import SampleFilter, find_samples, read_sample
+from areal.rollout.executor import Batch
 from areal.rollout.source import Prompt
 from areal.run.database import Start
 
@@ -108,9 +110,9 @@ def test_statistics_that_are_none_are_named(tmp_path, stats, found):
 def test_a_time_or_a_size_that_is_none_is_named(tmp_path):
     run = WrittenRun(tmp_path, steps=2)
     for change, found in (
-        ("UPDATE events SET time = 9e999", "a time is inf"),
-        ("UPDATE starts SET dataset_size = 'many'", "has 'many' rows"),
-        ("UPDATE steps SET time = 'noon'", "a time is 'noon', expected Unix seconds"),
+        ("UPDATE events SET time = 9e999", "is inf, expected Unix seconds"),
+        ("UPDATE starts SET dataset_size = 'many'", "is 'many', expected a number"),
+        ("UPDATE steps SET time = 'noon'", "is 'noon', expected Unix seconds"),
     ):
         with run.database.transaction() as connection:
             connection.execute(change)
@@ -197,6 +199,24 @@ def test_tokens_of_a_trained_sample(finished):
         assert read_sample(run, task_id=99, sample=0) is None
 
 
+def test_the_ratio_is_of_the_training_pass_where_no_other_was_made(tmp_path):
+    """There `prox_logp` is a copy of what was sampled, whose ratio would be 1 everywhere."""
+    run = WrittenRun(tmp_path, steps=1)
+    trained = torch.tensor([[math.nan] * 5, [0.0, -1.0, 0.0, -0.5, 0.0]])
+    sampled = torch.tensor([[0, -0.5, -1.0, 0, 0], [0, -2.0, 0, -0.25, 0]])
+    data = {"rewards": torch.ones(2), "prox_logp": sampled, "train_logp": trained}
+    run.recorder.record(Batch(0, [0], [group(0)], []), {**data, "entropy": trained}, 0)
+    with RunReader(run.root) as reader:
+        skipped, sample = (read_sample(reader, task_id=0, sample=row) for row in range(2))
+    run.close()
+    assert skipped is not None and skipped["missing"].startswith(
+        "ratio and entropy were not computed"
+    )
+    assert not {"ratio", "entropy", "prox_logp"} & skipped.keys()
+    assert sample is not None and sample["train_logp"] == [0, 0, -1.0, 0, -0.5]
+    assert sample["ratio"] == pytest.approx([1, 1, math.exp(1), 1, math.exp(-0.25)], abs=1e-4)
+
+
 def test_samples_are_found_by_every_filter(finished):
     def found(**wanted):
         with RunReader(finished) as run:
@@ -269,3 +289,44 @@ def test_the_difference_of_two_configs(tmp_path, finished):
         ("actor.optimizer.lr", "0.001", "0.01"),
         ("seed", "(absent)", "3"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("change", "view", "found"),
+    [
+        ("tasks SET why = x'ff00'", "prompts", r"why of task_id 6 is b'\xff\x00', expected a text"),
+        ("tasks SET reward = 'much'", "prompt/2", "is 'much', expected a number"),
+        ("tasks SET issued_at = 'noon'", "prompt/2", "is 'noon', expected Unix seconds"),
+        ("tasks SET closed_at = 9e18", "prompt/2", "is 9e+18, expected Unix seconds"),
+        ("samples SET output = x'ff'", "samples", "expected a text"),
+        ("pieces SET text = x'ff'", "sample/2/0", "expected a text"),
+        ("events SET text = x'ff'", "now", "expected a text"),
+    ],
+)
+def test_a_value_of_another_kind_is_named(tmp_path, change, view, found):
+    run = WrittenRun(tmp_path, steps=2)
+    with run.database.transaction() as connection:
+        connection.execute(f"UPDATE {change}")
+    with pytest.raises(UnreadableRunError) as raised:
+        Routes([run.root]).answer(f"run/0/{view}", {})
+    assert found in str(raised.value) and "run.db" in str(raised.value)
+    run.close()
+
+
+def test_tensors_of_other_shapes_are_named(tmp_path):
+    run = WrittenRun(tmp_path, steps=2)
+    ids = np.zeros(4, np.int32)
+    for tensors in (
+        {},
+        {"ids": ids, "mask": ids[:3]},
+        {"ids": ids.reshape(2, 2)},
+        {"ids": np.full(4, np.nan, np.float32)},
+    ):
+        with run.database.transaction() as connection:
+            data = safetensors.numpy.save(tensors)
+            connection.execute("UPDATE samples SET data = ?", (data,))
+            connection.execute("UPDATE trajectories SET data = ?", (data,))
+        for view, query in (("sample/2/0", {}), ("samples", {"state": "finished"})):
+            with pytest.raises(UnreadableRunError, match="trajectory of prompt"):
+                Routes([run.root]).answer(f"run/0/{view}", query)
+    run.close()

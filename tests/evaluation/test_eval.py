@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import re
 import sqlite3
@@ -18,6 +19,7 @@ from tiny_run import grpo_config, query, wait_until
 
 from areal.cli.demo import make_model
 from areal.cli.main import main
+from areal.dashboard.reader import RunReader
 from areal.evaluation.runner import VersionChangedError, make_plan, run_missing
 from areal.evaluation.settings import Options, load_settings
 from areal.evaluation.store import ResultStore
@@ -86,6 +88,14 @@ def test_a_run_has_the_score_that_its_own_evaluator_logged(run, tmp_path):
     assert scores == [*logged, logged[-1]]
     assert len(set(logged)) == 2 and 0 < logged[0] < 1
     assert all(one["version"] == 0 and one["samples"] == 48 for one in found)
+
+
+def test_the_counters_of_a_step_include_its_evaluation(run):
+    """Else time by cause (areal dash) would not know what the servers did meanwhile."""
+    with RunReader(run.root) as reader:
+        (row,), config = reader.steps(last=1), reader.config()
+        trained = reader.counts()["trained"] * config["gconfig.n_samples"]
+    assert row.stats["server/finished"] >= trained + 2 * 48
 
 
 def test_failed_samples_count_alike_in_training(tmp_path):
@@ -227,7 +237,9 @@ def server(model):
     child.terminate()
 
 
-def test_a_native_server_gives_the_same_samples_as_its_folder(model, server, tmp_path, monkeypatch):
+def test_a_native_server_gives_the_same_samples_as_its_folder(
+    model, server, tmp_path, monkeypatch, caplog
+):
     """Also through an agent, which talks HTTP."""
     monkeypatch.setenv("AREAL_SERVER_TOKEN", "secret")
     here, there = tmp_path / "here", tmp_path / "there"
@@ -237,6 +249,8 @@ def test_a_native_server_gives_the_same_samples_as_its_folder(model, server, tmp
             out.mkdir(exist_ok=True)
             evaluate(out, target, *argv)
     assert samples(here) == samples(there) and len(samples(here)) == 12
+    gc.collect()
+    assert "Unclosed client session" not in caplog.text
 
 
 def test_weights_that_change_end_an_evaluation(model, server, tmp_path, monkeypatch):

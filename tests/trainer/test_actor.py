@@ -150,7 +150,7 @@ def test_which_policy_plays_which_part(folder, options: dict, keys: dict[str, st
 
 
 @pytest.mark.parametrize("shares_prefixes", [False, True])
-def test_an_update_tells_the_entropies_that_its_own_pass_computed(folder, shares_prefixes: bool):
+def test_an_update_tells_what_its_own_pass_computed_of_tokens(folder, shares_prefixes: bool):
     actor = open_actor(
         folder,
         reward_norm=GRPO,
@@ -160,15 +160,16 @@ def test_an_update_tells_the_entropies_that_its_own_pass_computed(folder, shares
         enable_tree_training=shares_prefixes,
     )
     data = advantages(actor, two_groups())
-    expected = actor.engine.forward_batch(data, with_entropy=True)[..., 1]
-    found = actor.ppo_update(data)["entropy"]
+    expected = actor.engine.forward_batch(data, with_entropy=True).unbind(dim=-1)
+    found = actor.ppo_update(data)
     shown = data["group_ids"] == 0
     assert 0 < shown.sum() < len(shown)
-    torch.testing.assert_close(found[shown], expected[shown])
-    assert found[~shown].isnan().all()
+    for name, value in zip(("train_logp", "entropy"), expected, strict=True):
+        torch.testing.assert_close(found[name][shown], value[shown])
+        assert found[name][~shown].isnan().all()
 
 
-def test_an_update_does_not_repeat_entropies_of_an_earlier_pass(folder):
+def test_an_update_does_not_repeat_what_an_earlier_pass_computed(folder):
     actor = open_actor(folder, reward_norm=GRPO, recompute_logprob=True)
     assert actor.ppo_update(advantages(actor, two_groups())) == {}
 

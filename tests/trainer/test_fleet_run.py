@@ -9,6 +9,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from cli_process import Program
 from infra.test_ray_servers_run import (
     check_ledger,
     last_stats,
@@ -34,7 +35,7 @@ OPTIONS = [
 
 
 def serve(*argv) -> tuple[int, str, str]:
-    process = areal("serve", *argv)
+    process = Program("serve", *argv)
     out, err = process.communicate(timeout=PATIENCE_S)
     return process.returncode, out, err
 
@@ -62,7 +63,7 @@ def test_servers_join_and_leave_a_living_run(tmp_path):
     tests = str(Path(__file__).parents[1])
     env = {"PYTHONPATH": os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")])}
     more = overrides(tmp_path, *OPTIONS)
-    run = areal("train", recipe_path("arithmetic_grpo.yaml"), *more, env=env)
+    run = Program("train", recipe_path("arithmetic_grpo.yaml"), *more, env=env)
     folder = tmp_path / "arithmetic" / "fleet"
     try:
         wait_for_steps(run, folder, 2)

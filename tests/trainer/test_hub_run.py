@@ -17,7 +17,7 @@ from loopback_hub import LoopbackHub
 from ray_cluster import ray_cluster
 from safetensors.torch import load_file, save_file
 from sglang_server import sglang_python
-from tiny_run import PATIENCE_S, SMALL
+from tiny_run import PATIENCE_S, SMALL, query
 
 from areal.cli.demo import make_model, recipe_path
 from areal.run.recover import newest_step
@@ -97,18 +97,21 @@ def test_ranks_and_a_stock_server_fetch_once_and_adapters_name_their_base(
 
 def test_each_machine_fetches_once(hub: LoopbackHub, tmp_path: Path) -> None:
     """Two machines of a Ray cluster, each with a cache of its own, and the controller with another:
-    two ranks and two servers find room on both."""
+    two ranks and two servers find room on both, and the weights go through a group of them all."""
     with ray_cluster() as cluster:
         for name in ("one", "two"):
             home = {"HF_HOME": str(tmp_path / name), "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"}
             cluster.add_node(num_cpus=2, num_gpus=0, env_vars=home)
-        options = ["total_train_steps=1", "actor.backend=archon:d2", "rollout.backend=native:d2"]
-        options += ["actor.weight_update_mode=disk", "scheduler.placement=SPREAD"]
+        options = ["total_train_steps=2", "actor.backend=archon:d2", "rollout.backend=native:d2"]
+        options += ["actor.weight_update_mode=xccl", "scheduler.placement=SPREAD"]
         options += ["scheduler.type=ray", "rollout.max_head_offpolicyness=0"]
         finish(train(hub, tmp_path, *options, RAY_ADDRESS=cluster.address))
     caches = [file.parents[4].name for file in tmp_path.glob(f"*/hub/*/snapshots/*/{WEIGHTS}")]
     assert hub.fetched(WEIGHTS) == len(caches)
     assert sorted(caches) == ["one", "two"]
+    ((last,),) = query(run_dir(tmp_path), "SELECT stats FROM steps ORDER BY step DESC LIMIT 1")
+    stats = json.loads(last)
+    assert (stats["server/version"], stats["server/servers"]) == (2, 2)
 
 
 def test_a_killed_run_goes_on_with_the_commit_it_began_with(

@@ -103,14 +103,6 @@ def test_trees_on_two_ranks_train_as_one(root, alone):
         check_same(steps, alone)
 
 
-def test_two_ranks_by_ray_train_as_one(root, alone):
-    ray = pytest.importorskip("ray", reason="scheduler.type=ray needs the extra `ray`")
-    try:
-        check_same(losses(root, "ray", "actor.backend=archon:d2", "scheduler.type=ray"), alone)
-    finally:
-        ray.shutdown()
-
-
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
 def test_rows_that_do_not_divide(root, kind):
     """Five rows a step on two ranks; a reference model shares the actor's processes."""

@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from cli_process import Program
 from engine.remote.test_vllm_remote import write_model
 from infra.test_ray_servers_run import (
     check_ledger,
@@ -16,7 +17,7 @@ from infra.test_ray_servers_run import (
     wait_for_steps,
 )
 from sglang_server import sglang_python
-from tiny_run import areal, overrides, query
+from tiny_run import overrides, query
 
 from areal.cli.demo import recipe_path
 from areal.utils.server_envs import find_interpreter
@@ -67,7 +68,9 @@ def test_a_kill_of_each_kind(tmp_path, options, server):
     more = [*FLEET, *options(tmp_path), "trial_name=fleet"]
     tests = str(Path(__file__).parents[1])
     env = {"PYTHONPATH": os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")])}
-    run = areal("train", recipe_path("arithmetic_grpo.yaml"), *overrides(tmp_path, *more), env=env)
+    run = Program(
+        "train", recipe_path("arithmetic_grpo.yaml"), *overrides(tmp_path, *more), env=env
+    )
     folder = tmp_path / "arithmetic" / "fleet"
     try:
         wait_for_steps(run, folder, 2)

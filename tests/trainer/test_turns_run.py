@@ -32,7 +32,7 @@ PASSING = ("timeperf/", "server/", "rollout/", "eval-rollout/")
 STEP = ["forward", "advantages", "train", "update_weights"]
 TRAINING = {*STEP, "save", "recover"}
 # What is saved after an evaluation wants the models back.
-EVALUATED = ["evaluate", "to_generation", "to_training", "save", "recover"]
+EVALUATED = ["to_generation", "evaluate", "to_training", "save", "recover"]
 FIRST_STEPS = [
     *("to_training", "to_generation", "rollout", "to_training", *STEP, "save"),
     *("to_generation", "rollout", "to_training", *STEP, *EVALUATED),

@@ -202,6 +202,19 @@ def test_a_process_below_a_traced_run_writes_beside_it(tmp_path, monkeypatch):
     assert [event["name"] for event in read_trace(file) if event["ph"] == "X"] == ["train_batch"]
 
 
+def test_spans_of_another_process_have_a_name_and_never_overlap(trace):
+    """What is asked for twice, because a call and its answer cross, is drawn once."""
+    perf_tracer.add_spans("server a", "generate", [(1.0, 2.0), (3.0, 5.0)])
+    perf_tracer.add_spans("server a", "generate", [(4.0, 6.0), (7.0, 8.0)])
+    perf_tracer.add_spans("server b", "generate", [(1.0, 2.0)])
+    found = [(one["pid"], one["ts"] / 1e6, one["dur"] / 1e6) for one in spans(trace)]
+    (a, *_), (b, *_) = found[0], found[-1]
+    assert found == [(a, 1, 1), (a, 3, 2), (a, 5, 1), (a, 7, 1), (b, 1, 1)]
+    named = {(one["pid"], one["name"]) for one in spans(trace, "M")}
+    kinds = ("process_name", "thread_name")
+    assert {(pid, kind) for pid in (a, b) for kind in kinds} <= named
+
+
 def test_lines_that_are_no_events_are_left_out(tmp_path):
     file = tmp_path / "x.jsonl"
     file.write_bytes(

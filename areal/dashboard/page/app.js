@@ -218,7 +218,7 @@ function drawMembers(members) {
 }
 
 function drawAlarm(alarm) {
-  return h("div", { class: "card alarm" + (alarm.level === "alarm" ? " alarm-high" : ""), role: "status" },
+  return h("div", { class: `card alarm alarm-${alarm.level}`, role: "status" },
     h("b", {}, alarm.kind), " ", h("span", {}, alarm.text), h("div", { class: "dim" }, alarm.advice));
 }
 
@@ -386,7 +386,7 @@ function tint(name, found, i, scale, newest, oldest) {
 }
 
 function describe(found, i) {
-  const values = ["logprob", "prox_logp", "ref_logp", "ratio", "advantage", "entropy", "version"].filter((name) => found[name] && found.mask[i]).map((name) => name + " " + short(found[name][i]));
+  const values = ["logprob", "prox_logp", "train_logp", "ref_logp", "ratio", "advantage", "entropy", "version"].filter((name) => found[name] && found.mask[i]).map((name) => name + " " + short(found[name][i]));
   return ["token " + i, "id " + found.ids[i], ...values, JSON.stringify(found.tokens[i])].join("  ·  ");
 }
 

@@ -54,11 +54,11 @@ from areal.trainer.ppo.batch import (
     collect,
     loss_weight,
     minibatches,
-    seen_entropies,
+    seen_values,
     token_outputs,
 )
 from areal.trainer.ppo.critic import PPOCritic
-from areal.utils import row_entropies, stats_tracker
+from areal.utils import row_values, stats_tracker
 from areal.utils.data import MULTI_MODAL_KEY, select_rows
 from areal.utils.import_path import load_named, signature_of
 from areal.utils.perf_tracer import phase
@@ -197,18 +197,18 @@ class PPOActor:
     def ppo_update(self, data: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """One optimizer step per minibatch and one step of the learning-rate schedule.
 
-        Statistics go to `stats_tracker` under `actor/`. Returns the `entropy` of each token of the
-        first group, which is shown (trainer/samples.py), as far as its rows were computed; nothing
-        if `data` has it.
+        Statistics go to `stats_tracker` under `actor/`. Returns `entropy` and `train_logp` of each
+        token of the first group, as the loss saw them, which are shown (trainer/samples.py), as far
+        as its rows were computed; nothing if a pass before training found them for `data`.
         """
         wants = "entropy" not in data
-        batch = row_entropies.numbered(data, data["group_ids"] == 0) if wants else data
-        keys = (*BATCH_KEYS, row_entropies.ROW_KEY)
+        batch = row_values.numbered(data, data["group_ids"] == 0) if wants else data
+        keys = (*BATCH_KEYS, row_values.ROW_KEY)
         with stats_tracker.scope("actor"):
             for minibatch in minibatches(batch, keys, self.config.ppo_n_minibatches):
                 self._update(minibatch)
         self.engine.step_lr_scheduler()
-        return {"entropy": seen_entropies(data, row_entropies.take())} if wants else {}
+        return seen_values(data, row_values.take(), ("entropy", "train_logp")) if wants else {}
 
     def _update(self, minibatch: dict[str, Any]) -> None:
         """One optimizer step of the minibatch that skips rows without gradient.
@@ -275,7 +275,7 @@ class PolicyObjective:
     ) -> torch.Tensor:
         """`version` is that of the weights at the start of the step, `share` the fraction of the
         minibatch's loss weight that is in the computed rows."""
-        row_entropies.keep(entropy_T, mb)
+        row_values.keep(mb, entropy=entropy_T, train_logp=logprobs_T)
         mask_T = mb["loss_mask"]
         stats_tracker.denominator(n_tokens=mask_T)
         stats_tracker.stat("n_tokens", entropy=entropy_T, advantages=mb["advantages"])

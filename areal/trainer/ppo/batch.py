@@ -24,6 +24,7 @@ from areal.utils.data import (
     select_rows,
     sequence_lengths,
 )
+from areal.utils.row_values import RowValues
 from areal.utils.seqpack import pack_sequences
 
 
@@ -107,14 +108,17 @@ def minibatches(
         yield select_rows(part, rows)
 
 
-def seen_entropies(data: Mapping[str, Any], found: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    """`[B, S]` of the rows in `found`, NaN in those that no loss saw."""
-    mask = data["attention_mask"]
-    entropy_BS = torch.full(mask.shape, torch.nan)
-    for row, entropy_T in found.items():
-        entropy_BS[row] = 0.0  # on padding
-        entropy_BS[row, : len(entropy_T)] = entropy_T
-    return entropy_BS
+def seen_values(
+    data: Mapping[str, Any], found: RowValues, names: Sequence[str]
+) -> dict[str, torch.Tensor]:
+    """`[B, S]` by name of the rows in `found`, NaN in those that no loss saw."""
+    shape = data["attention_mask"].shape
+    values = {name: torch.full(shape, torch.nan) for name in names}
+    for row, seen in found.items():
+        for name, value_BS in values.items():
+            value_BS[row] = 0.0  # on padding
+            value_BS[row, : len(seen[name])] = seen[name]
+    return values
 
 
 def _aligned(batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
