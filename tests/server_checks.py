@@ -387,8 +387,9 @@ def _check_time(root: Path) -> None:
     with RunReader(root) as reader:
         found, last = time_by_cause(reader), reader.steps(last=1)[-1]
     assert found is not None
-    busy = next(share for share in found.servers if share.cause == "requests in flight")
-    assert busy.seconds > 0 and last.stats["server/control_s"] > 0
+    # What lies between the first row and the last: all requests may have been answered before.
+    assert any(share.cause == "requests in flight" for share in found.servers)
+    assert last.stats["server/busy_s"] > 0 and last.stats["server/control_s"] > 0
     assert sum(share.share for share in found.servers) == pytest.approx(1)
 
 

@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cli_process import Program
 from metrics_page import undocumented
 from sandbox_support import needs_sandbox
 from tiny import write_tiny_model
@@ -172,13 +173,12 @@ def test_the_run_trains_on_episodes_from_outside(recipe, tiny_folder, tmp_path):
         "AREAL_ADMIN_API_KEY": ADMIN_KEY,
         "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
     }
-    train = [sys.executable, "-m", "areal.cli.main", "train", str(recipe), *small]
     # Shares of digits differ from the first step; random weights never find a right answer.
     client = [sys.executable, "-c", DIGIT_CLIENT, f"http://127.0.0.1:{port}"]
     with subprocess.Popen(client, env=env, cwd=ROOT, stdout=subprocess.PIPE, text=True) as outside:
         try:
-            done = subprocess.run(train, env=env, capture_output=True, text=True, timeout=900)
-            assert done.returncode == 0, done.stderr
+            done = Program("train", recipe, *small, env=env).wait()
+            assert done.code == 0, done.err
             printed, _ = outside.communicate(timeout=900)
         finally:
             outside.kill()

@@ -19,7 +19,7 @@ from a local one, or the exit of that rank's process.
     merge_rows([outputs of each part], rows)                       # rows as in `data`
 
 `Rank` holds one rank's engine in its worker process. Statistics recorded by a call return with its
-result, and so do the entropies of rows that were asked for. A result that is itself a function (the
+result, and so do values of rows that were asked for. A result that is itself a function (the
 writer of a snapshot) stays on the rank: the caller gets its number, starts it, and polls for its
 end. It runs in a thread, so other calls continue.
 """
@@ -47,7 +47,7 @@ from areal.api.scheduler_api import (
     WorkerNotFoundError,
     WorkerTimeoutError,
 )
-from areal.utils import logging, row_entropies, stats_tracker
+from areal.utils import logging, row_values, stats_tracker
 from areal.utils.data import select_rows
 from areal.utils.import_path import load
 from areal.utils.in_thread import in_thread
@@ -212,7 +212,7 @@ class TrainController:
         for outcome, is_head in zip(outcomes, self._is_head, strict=False):
             if is_head:
                 stats_tracker.merge(outcome.stats)
-                row_entropies.add(outcome.entropies)
+                row_values.add(outcome.row_values)
         progress()
         return outcomes
 
@@ -330,7 +330,7 @@ def merge_rows(parts: Sequence[torch.Tensor], rows: Sequence[Rows]) -> torch.Ten
 class Outcome:
     result: Any
     stats: dict[str, stats_tracker.Partial]
-    entropies: dict[int, torch.Tensor]  # of rows that the caller has numbered
+    row_values: row_values.RowValues  # of rows that the caller has numbered
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,7 +367,7 @@ class Rank:
             held = Held(next(self._numbers))
             self._held[held.number] = result
             result = held
-        return Outcome(result, stats_tracker.take(), row_entropies.take())
+        return Outcome(result, stats_tracker.take(), row_values.take())
 
     def start(self, number: int, args: Sequence[Any]) -> None:
         """Run a held function in a thread, once."""

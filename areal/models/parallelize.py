@@ -21,7 +21,8 @@ Compilation (`compile_blocks`) covers the two halves of a block: before attentio
 projections, rotation) and after it (projection, residual, norm, feed-forward, residual). Attention
 stays outside: it is one kernel already and depends on sequence lengths. All blocks share one
 program per half, for any number of tokens, compiled in the first training and inference steps; the
-blocks of a vision tower share two more.
+blocks of a vision tower share two more. The halves of blocks that are sharded over tp are compiled
+with their collectives; a rank that gets a single row of tokens compiles them once more for it.
 
 Sharding (`parallelize`): tensor parallelism first, then FSDP2.
 - FSDP: shards are float32 and are the master weights. A block is gathered when it runs, rounded to
@@ -44,6 +45,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -133,18 +135,16 @@ def _half(block: nn.Module, name: str, memory_budget: float | None) -> Callable[
     if memory_budget is None:
 
         def call(*tensors: torch.Tensor) -> Any:
-            _any_number_of_tokens(tensors)
-            return run(block, *tensors)
+            return run(block, *map(_program_input, tensors))
 
         return call
 
     from torch._functorch import config
 
     def call_within_budget(*tensors: torch.Tensor) -> Any:
-        _any_number_of_tokens(tensors)
         # Around each call, since the first one compiles, and models differ in budget.
         with config.patch(activation_memory_budget=memory_budget):
-            return run(block, *tensors)
+            return run(block, *map(_program_input, tensors))
 
     return call_within_budget
 
@@ -154,9 +154,13 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, fullgraph=True)
 
 
-def _any_number_of_tokens(tensors: tuple[torch.Tensor, ...]) -> None:
-    for tensor in tensors:
-        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+def _program_input(tensor: torch.Tensor) -> torch.Tensor:
+    """With any number of rows, and complete: embeddings sharded over tp are still on their way,
+    which would be a program of its own for the first block."""
+    if isinstance(tensor, AsyncCollectiveTensor):
+        tensor = tensor.clone()  # waits, and keeps the autograd graph, unlike its `wait`
+    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return tensor
 
 
 def parallelize(

@@ -154,7 +154,7 @@ PLACES = sorted(leaves(yaml.safe_load(corpus("lora_grpo").read_text())))
 
 
 @settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(place=st.sampled_from(PLACES), value=ODD)
 def test_an_odd_value_converts_or_is_refused_in_one_line(tmp_path: Path, place: str, value) -> None:

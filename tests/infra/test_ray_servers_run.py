@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 import sglang_server
+from cli_process import Program
 from processes import parent_of
 from ray_cluster import ray_cluster
 from sglang_server import sglang_python
-from tiny_run import PATIENCE_S, areal, overrides, query, wait_until
+from tiny_run import PATIENCE_S, overrides, query, wait_until
 
 from areal.api.engine_api import EngineLostError
 from areal.api.scheduler_api import Job
@@ -115,18 +116,8 @@ def launch(root: Path, address: str, *more: str):
     env = {"PYTHONPATH": os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")])}
     more = ("rollout.backend=native:d2", "scheduler.placement=SPREAD", "cluster.n_nodes=2", *more)
     options = ["launch", "ray", "--address", address]
-    return areal(*options, recipe_path("arithmetic_grpo.yaml"), *overrides(root, *more), env=env)
-
-
-def test_two_ranks_send_weights_through_a_group(tmp_path, cluster_of):
-    cluster = cluster_of(2, 2)
-    more = ["actor.backend=archon:d2", "actor.weight_update_mode=xccl", "trial_name=xccl"]
-    run = launch(tmp_path, cluster.address, *more, "total_train_steps=2")
-    _, err = run.communicate(timeout=PATIENCE_S)
-    assert run.returncode == 0, err
-    folder = tmp_path / "arithmetic" / "xccl"
-    stats = [json.loads(row) for (row,) in query(folder, "SELECT stats FROM steps ORDER BY step")]
-    assert (stats[-1]["server/version"], stats[-1]["server/servers"]) == (2, 2)
+    argv = (recipe_path("arithmetic_grpo.yaml"), *overrides(root, *more))
+    return Program(*options, *argv, env=env)
 
 
 def test_servers_workers_and_a_machine_are_replaced(tmp_path, cluster_of):

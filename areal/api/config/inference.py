@@ -117,6 +117,9 @@ class AgentConfig:
     image_folders: list[str] = field(default_factory=list)
     """Folders below which images are read that an agent names as `file://` URLs. Default: only
     `data:` URLs are taken."""
+    max_image_mb: float = 512.0
+    """Images that one session may show, each counted once, in MB of their encoded bytes. They are
+    kept with the run. One beyond that is refused with status 413."""
     set_reward_finish_timeout: float = 0.0
     """`online`: seconds that a reward may come late. A session that ended without one waits this
     long for it, and one that has its reward ends after this long without a request. 0: rewards come
@@ -140,7 +143,10 @@ class AgentConfig:
         require(bool(self.host), "host must be an address, like 127.0.0.1 or 0.0.0.0", self.host)
         require_at_least(1, max_sessions=self.max_sessions)
         require_above(
-            0, max_body_mb=self.max_body_mb, request_timeout_seconds=self.request_timeout_seconds
+            0,
+            max_body_mb=self.max_body_mb,
+            max_image_mb=self.max_image_mb,
+            request_timeout_seconds=self.request_timeout_seconds,
         )
         require_at_least(0, set_reward_finish_timeout=self.set_reward_finish_timeout)
         self._check_advertise_url()

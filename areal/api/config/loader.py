@@ -48,7 +48,7 @@ def load_expr_config(argv: list[str], cls: type[Config]) -> tuple[Config, str]:
 def load_experiment(argv: list[str]) -> tuple[BaseExperimentConfig, str]:
     """The same for the command line, which runs the file's own trainer and workflow."""
     source = read_source(list(argv))
-    config = _load(source, experiment_class(argv))
+    config = _load(source, trainer_class(source))
     _report_idle(config, source, by_workflow=True)
     return config, source.path
 

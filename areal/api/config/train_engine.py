@@ -482,12 +482,6 @@ class TrainEngineConfig:
             f"weight_update_mode must be shm, disk, delta or xccl {several}",
             self.weight_update_mode,
         )
-        require(
-            not self.archon.enable_compile or layout.tensor_parallel_size == 1,
-            "archon.enable_compile cannot compile blocks that are sharded by t: set it to false, "
-            f"or use d, c or p instead {several}",
-            True,
-        )
         sharded = layout.tensor_parallel_size * layout.pipeline_parallel_size
         require(
             not self.archon.fp8_forward or sharded == 1,

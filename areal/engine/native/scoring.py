@@ -74,11 +74,13 @@ def check_tokens(
 
 def _batches(sequences: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
     batch: list[Sequence[int]] = []
+    size = 0
     for tokens in sequences:
-        if batch and sum(map(len, batch)) + len(tokens) > _BATCH_TOKENS:
+        if batch and size + len(tokens) > _BATCH_TOKENS:
             yield batch
-            batch = []
+            batch, size = [], 0
         batch.append(tokens)
+        size += len(tokens)
     if batch:
         yield batch
 

@@ -111,6 +111,7 @@ _STATUS_OF_ERROR = {
 
 
 _MAX_TRACED = 1024  # tokens: a trace has two numbers for each in every layer
+_MAX_SCORED = 65_536  # sequences; more take long to read, and hold up other requests
 _MAX_TEXT = 4096  # characters: the longest path of Linux
 _MAX_WORLD = 1 << 16
 _MAX_VERSION = (1 << 31) - 1  # trajectories store versions as int32
@@ -122,7 +123,7 @@ Place = Annotated[
 
 
 class ScoreBody(Body):
-    sequences: Annotated[Items[Items[TokenId]], Field(min_length=1)]
+    sequences: Annotated[Items[Items[TokenId]], Field(min_length=1, max_length=_MAX_SCORED)]
 
 
 class TraceBody(Body):

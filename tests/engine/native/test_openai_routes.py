@@ -58,7 +58,7 @@ def address(folder):
 @pytest.fixture(scope="module")
 def client(address):
     with openai.OpenAI(
-        base_url=f"http://{address}/v1", api_key=TOKEN, max_retries=0, timeout=20
+        base_url=f"http://{address}/v1", api_key=TOKEN, max_retries=0, timeout=900
     ) as client:
         yield client
 

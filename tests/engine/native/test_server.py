@@ -126,6 +126,16 @@ def test_a_bad_request_is_a_400_that_names_the_field(address, body, field):
     assert field in json.loads(content)["error"]
 
 
+def test_scores_are_asked_for_in_requests_of_a_size(control):
+    with pytest.raises(ServerRefusedError, match="400: sequences: .* at most 65536 items, got"):
+        control.post("/score", sequences=[[]] * 65_537)
+    with pytest.raises(ServerRefusedError, match=r"sequences\[1\] is empty"):
+        control.post("/score", sequences=[[2], []])
+    # More than one forward takes, in sequences as short as they can be.
+    many = control.post("/score", sequences=[[2, 3]] * 9000)["logprobs"]
+    assert len(many) == 9000 and all(len(one) == 2 for one in many)
+
+
 def test_a_bad_request_among_good_ones_is_refused_alone(address):
     lines = generate(address, entry("good"), entry("unread", ids=[]), entry("unfit", ids=[9999]))
     assert len(lines["good"]["output_tokens"]) == 4

@@ -40,9 +40,16 @@ def open_engine(
     optimizer: OptimizerConfig = PLAIN_SGD,
     num_replicas: int = 1,
     pp_schedule: str = "Interleaved1F1B",
+    enable_compile: bool = False,
+    ac_mode: str = "selective",
     **changes: Any,
 ) -> ArchonEngine:
-    archon = ArchonEngineConfig(pp_schedule=pp_schedule, num_replicas=num_replicas)
+    archon = ArchonEngineConfig(
+        pp_schedule=pp_schedule,
+        num_replicas=num_replicas,
+        enable_compile=enable_compile,
+        ac_mode=ac_mode,
+    )
     options = {"backend": backend, "optimizer": optimizer, "archon": archon, **changes}
     engine = ArchonEngine(TrainEngineConfig(path=str(folder), **options))
     engine.create_process_group(ModelAllocation.from_str(backend).parallel)
@@ -118,7 +125,8 @@ Job = tuple[str, str, dict[str, Any], str]  # folder, backend, changes of the en
 def assert_parity(num_ranks: int, jobs: list[Job]) -> None:
     run_ranks(num_ranks, "engine.train.archon_world:rank_works", jobs, timeout_s=900)
     for folder, backend, changes, out in jobs:
-        changes.pop("num_replicas", None)
+        for name in ("num_replicas", "enable_compile"):  # what one rank is compared with is plain
+            changes.pop(name, None)
         expected, got = work(open_engine(folder, "archon:d1", **changes)), torch.load(out)
         assert max(g.abs().max() for g in expected["gradients"].values()) > 1e-2
         torch.testing.assert_close(
@@ -131,6 +139,17 @@ def rank_works(jobs: list[Job]) -> None:
         found = work(open_engine(folder, backend, **changes))
         if dist.get_rank() == 0:
             torch.save(found, out)
+
+
+def rank_trains_once(folder: str, backend: str, changes: dict[str, Any], out: str) -> None:
+    """For work that is too long for `rank_works`."""
+    found = train_once(open_engine(folder, backend, **changes))
+    if dist.get_rank() == 0:
+        torch.save(found, out)
+
+
+def train_once(engine: ArchonEngine) -> dict[str, Any]:
+    return {"step": train(engine, make_batch()), "end": weights_of(engine)}
 
 
 def rank_saves_adapters(folder: str, scratch: str, backend: str, lora: dict[str, Any]) -> None:

@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine.train.archon_world import loss_fn, make_batch, num_loss_tokens, open_engine
+from engine.train.archon_world import (
+    loss_fn,
+    make_batch,
+    num_loss_tokens,
+    open_engine,
+    train_once,
+)
+from gloo_ranks import run_ranks
 from tiny import write_tiny_model
 from torch._dynamo.utils import counters
 from torch.autograd.graph import saved_tensors_hooks
@@ -60,7 +67,7 @@ def test_every_mode_trains_alike(family, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"ac_mode": "full"}, {"ac_mode": "memory_budget"}])
+@pytest.mark.parametrize("options", [{}, {"ac_mode": "memory_budget"}])
 def test_compiled_blocks_train_alike(options, tmp_path):
     folder = write_tiny_model(tmp_path, "qwen3", num_hidden_layers=3)
     results, weights, _ = train(open_with(folder))
@@ -73,3 +80,15 @@ def test_compiled_blocks_train_alike(options, tmp_path):
         torch.testing.assert_close(compiled_weights[key], weight, rtol=1e-3, atol=1e-5)
     # One program for each half of a block, whatever the block and the number of tokens.
     assert counters["stats"]["unique_graphs"] == 2
+
+
+@pytest.mark.slow
+def test_compiled_blocks_that_are_cut_train_alike(tmp_path):
+    """Cut over t, recomputed in the backward pass: as one rank that compiles nothing."""
+    folder, out = str(write_tiny_model(tmp_path / "model", num_hidden_layers=1)), tmp_path / "found"
+    changes = {"enable_compile": True, "ac_mode": "full", "gradient_checkpointing": True}
+    run_ranks(
+        2, "engine.train.archon_world:rank_trains_once", folder, "archon:t2", changes, str(out)
+    )
+    expected, got = train_once(open_engine(folder, "archon:d1")), torch.load(out)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)

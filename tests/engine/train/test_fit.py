@@ -141,13 +141,6 @@ def test_batch_invariant_takes_windows_and_scales() -> None:
     check_generation(InferenceEngineConfig(backend="native:d1"), server, gemma)
 
 
-def test_compiled_blocks_cannot_be_cut() -> None:
-    with pytest.raises(ValueError, match="archon.enable_compile cannot compile blocks.*archon:t2"):
-        TrainEngineConfig(
-            path="model", backend="archon:t2", archon=ArchonEngineConfig(enable_compile=True)
-        )
-
-
 @pytest.mark.parametrize("backend", ["archon:d1", "archon:d2t2", "fsdp:d2t2", "megatron:d1t2"])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 def test_what_fits_is_let_through(backend: str, family: str) -> None:

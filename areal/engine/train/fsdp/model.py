@@ -175,7 +175,12 @@ class PackedModel(nn.Module):
     def blocks(self) -> list[nn.Module]:
         """The transformer blocks: the units of sharding and recomputation."""
         names = set(self.hf._no_split_modules or ())
-        found = [m for m in self.hf.base_model.modules() if type(m).__name__ in names]
+        # Sharding makes a subclass of a block's class, with a name of its own.
+        found = [
+            module
+            for module in self.hf.base_model.modules()
+            if any(base.__name__ in names for base in type(module).__mro__)
+        ]
         if not found:
             raise ValueError(
                 f"{type(self.hf).__name__} does not name its blocks (_no_split_modules), so it "
