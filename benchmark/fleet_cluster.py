@@ -50,7 +50,11 @@ def ray_cluster(num_nodes: int, per_node: int) -> Iterator[Any]:
     each = {"object_store_memory": 80 << 20, "include_log_monitor": False}
     head = {"num_cpus": 0, "include_dashboard": False, "no_monitor": True, **each}
     cluster = Cluster()
-    temp = Path(tempfile.mkdtemp(prefix="fleet", dir="/tmp"))  # short: sockets are named below it
+    base = tempfile.mkdtemp(prefix="fleet", dir="/tmp")  # short: sockets are named below it
+    # Ray also notes its address below this folder, and expects that there is one.
+    os.environ["RAY_TMPDIR"] = base
+    temp = Path(base, "ray")
+    temp.mkdir()
     try:
         add_node(cluster, temp, **head)
         for number in range(num_nodes):
@@ -63,7 +67,7 @@ def ray_cluster(num_nodes: int, per_node: int) -> Iterator[Any]:
     finally:
         ray.shutdown()
         cluster.shutdown()
-        shutil.rmtree(temp, ignore_errors=True)
+        shutil.rmtree(base, ignore_errors=True)
 
 
 class NodePorts:

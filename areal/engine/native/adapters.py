@@ -11,8 +11,9 @@ rows (torch_runner.py). An adapter has a number, which also separates what the c
 0 is the live one, or the plain model. Adapters of a run's versions are kept under versioned names,
 `NAME-vVERSION`: a request that names one keeps it whatever is published meanwhile.
 
-On a GPU, and of layers of experts, the live adapter is merged into the weights instead (`merged`),
-and none can be named.
+Whoever computes by kernels of its own reads the adapters from the bank (cuda/adapters.py). Where
+none can be added by row (layers of experts, FP8, several ranks), the live adapter is merged into
+the weights instead (`merged`), and none can be named.
 
 Shape legend: T rows, D inputs, N outputs, R rank.
 """
@@ -71,6 +72,8 @@ def read_adapter(
         layer: (pair["A"].to(weight, copy=True), pair["B"].to(weight, copy=True))
         for layer, pair in halves.items()
     }
+    if weight.is_cuda:  # a runner reads them on a stream of its own
+        torch.cuda.current_stream(weight.device).synchronize()
     return Adapter(matrices, alpha, version)
 
 
@@ -118,12 +121,26 @@ class AdapterBank:
         """The version that its tokens have whatever is live; None: the live one."""
         return None if number == LIVE else self._adapters[number].version
 
-    def takes(self, adapter: Adapter) -> bool:
-        """Whether it can be computed by row: of plain linear layers, all on this rank."""
+    @property
+    def by_number(self) -> Mapping[int, Adapter]:
+        return self._adapters
+
+    def weight_of(self, layer: str) -> torch.Tensor:
+        """Of a layer that `takes` lets through."""
+        module = self._module(layer)
+        assert isinstance(module, nn.Linear), f"{layer} was checked by `takes`"
+        return module.weight
+
+    def takes(self, adapter: Adapter, weights: frozenset[int] | None) -> bool:
+        """Whether it can be computed by row: of plain linear layers, all on this rank, and among
+        `weights` (identities; None: any)."""
         modules = [self._module(layer) for layer in adapter.matrices]
         is_plain = self._model.share is None and not self._model.has_fp8_cache
         return is_plain and all(
-            isinstance(module, nn.Linear) and module is not self._model.output for module in modules
+            isinstance(module, nn.Linear)
+            and module is not self._model.output
+            and (weights is None or id(module.weight) in weights)
+            for module in modules
         )
 
     def add(self, name: str, adapter: Adapter) -> None:

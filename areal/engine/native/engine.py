@@ -41,7 +41,7 @@ import numpy as np
 import torch
 
 from areal.api.io_struct import StopReason
-from areal.engine.native.adapters import Adapter, AdapterBank, merged, read_adapter
+from areal.engine.native.adapters import AdapterBank, merged, read_adapter
 from areal.engine.native.admission import Limits
 from areal.engine.native.drafts import Drafts
 from areal.engine.native.kv_cache import PagePool, Prefix
@@ -124,6 +124,7 @@ class NativeEngine:
             batch_invariant=batch_invariant,
         )
         self._runner: Runner | None = self._make_runner()  # None: its cache is offloaded
+        self._adapted_weights = self._present_runner.adapted_weights
         self.device = weight.device
         self._sights = SightCache(weight.device)
         self.offloaded: frozenset[str] = frozenset()
@@ -280,11 +281,13 @@ class NativeEngine:
         without a `lora_name` get; where several can be served, also as `NAME-vVERSION`."""
         adapter = read_adapter(self.model, named_tensors, alpha=alpha, version=version)
         self._drain()
-        if self._adds_by_row(adapter):
+        by_row = self.adapters.takes(adapter, self._adapted_weights)
+        can_merge = self._folder is not None and not self.adapters.names
+        if by_row and not (can_merge and self.device.type == "cuda"):  # which is faster merged
             self.adapters.set_live(adapter)
             in_use = {sequence.adapter for sequence in self._by_rid.values()}
             self.adapters.keep_version(name, adapter, in_use)
-        elif self._folder is None or self.adapters.names:
+        elif self._folder is None or not can_merge:
             raise ValueError(
                 "the adapter has to be merged here: the engine needs the model's folder, and no "
                 f"named adapter beside it, got {self._folder} and {self.adapters.names}"
@@ -298,10 +301,10 @@ class NativeEngine:
         """Serve the adapter of a PEFT folder to requests with this `lora_name`."""
         tensors, alpha = read_peft(folder)
         adapter = read_adapter(self.model, tensors.items(), alpha=alpha)
-        if self.is_merged or not self._adds_by_row(adapter):
+        if self.is_merged or not self.adapters.takes(adapter, self._adapted_weights):
             raise ValueError(
-                "lora_name: named adapters are served on a CPU, by one process, not on layers of "
-                "experts and not beside a merged one; make a model of it with areal merge"
+                "lora_name: named adapters are not served over several ranks, for experts, in FP8, "
+                "batch-invariant on a GPU, or beside a merged one; make a model by areal merge"
             )
         self.adapters.add(name, adapter)
 
@@ -310,9 +313,6 @@ class NativeEngine:
         if used := sum(sequence.adapter == number for sequence in self._by_rid.values()):
             raise ValueError(f"lora_name: {used} requests still use {name!r}; abort them first")
         self.adapters.remove(name)
-
-    def _adds_by_row(self, adapter: Adapter) -> bool:
-        return self.device.type == "cpu" and self.adapters.takes(adapter)
 
     def _write(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         if self._runner is None:

@@ -69,6 +69,7 @@ def make_runner(
     return CudaRunner(
         model,
         table,
+        adapters,
         max_prefill_tokens=tokens,
         batch_invariant=batch_invariant,
         num_states=num_states,

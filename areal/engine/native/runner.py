@@ -75,6 +75,8 @@ class Runner(Protocol):
     steps_per_launch: int  # most tokens per row of one `decode`
     launches_ahead: int  # launches in flight while the host reads an earlier one
     max_prefill_tokens: int  # most tokens of one `prefill`
+    # Identities of the weights whose products can have adapters by row; None: all.
+    adapted_weights: frozenset[int] | None
 
     def draft_length(self, num_rows: int) -> int:
         """Most drafted tokens of each slot that `verify` takes; 0: none."""

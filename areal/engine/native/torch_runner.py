@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 class TorchRunner:
     steps_per_launch = 1
     launches_ahead = 0
+    adapted_weights: frozenset[int] | None = None
 
     def __init__(
         self,

@@ -21,14 +21,16 @@ with experts, K experts per token.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 
+from areal.engine.native.cuda.adapter_linear import AdapterRows
 from areal.engine.native.cuda.block_kernels import add_rms_norm, rms_norm, softcap_
 from areal.engine.native.cuda.feed_forward import DenseLayer, ExpertLayer, FeedForwardLayer
 from areal.engine.native.cuda.fp8_tensors import Fp8Rows
-from areal.engine.native.cuda.linear import Products
+from areal.engine.native.cuda.linear import Products, Projection
 from areal.engine.native.cuda.mixers import (
     Attend,
     AttentionMixer,
@@ -64,6 +66,7 @@ class Rows:
     sight: Sight | None = None  # embeddings that replace those of `sight_rows_I`
     sight_rows_I: torch.Tensor | None = None  # int64
     recur: Recur | None = None  # of a model with recurrent layers
+    adapters: AdapterRows | None = None  # of rows that have some
 
 
 class _Block:
@@ -134,7 +137,7 @@ class FusedDecoder:
         rms_norm(residual_TD, self._blocks[0].attention_norm, read_TD)
         next_norms = [block.attention_norm for block in self._blocks[1:]] + [self._norm]
         routed_TLK = self._new_routed(len(residual_TD))
-        products = self._products(residual_TD)
+        products = self._products(residual_TD, rows.adapters)
         for layer, (block, next_norm) in enumerate(zip(self._blocks, next_norms, strict=True)):
             out_TD = block.mixer.forward(read_TD, products, step)
             add_rms_norm(out_TD, residual_TD, block.ffn_norm, read_TD, block.attention_out_norm)
@@ -156,10 +159,12 @@ class FusedDecoder:
         for block in self._blocks:
             mixer = block.mixer
             assert isinstance(mixer, AttentionMixer), "see `can_run_few`"
-            qkv_TX = x_TD.new_empty(len(x_TD), len(mixer.qkv))
-            assert isinstance(mixer.qkv, torch.Tensor), "FP8 has no kernels for few rows"
-            norm_linear(x_TD, block.attention_norm, mixer.qkv, mixer.qkv_bias, qkv_TX)
-            after_TD, wo = torch.empty_like(x_TD), mixer.wo
+            qkv, wo = mixer.qkv, mixer.wo
+            assert isinstance(qkv.weight, torch.Tensor), "FP8 has no kernels for few rows"
+            assert isinstance(wo.weight, torch.Tensor), "FP8 has no kernels for few rows"
+            qkv_TX = x_TD.new_empty(len(x_TD), len(qkv.weight))
+            norm_linear(x_TD, block.attention_norm, qkv.weight, qkv.bias, qkv_TX)
+            after_TD = torch.empty_like(x_TD)
             small_linear(mixer.attended(qkv_TX, step), wo.weight, wo.bias, after_TD, x_TD)
             x_TD = block.feed_forward.forward_few(after_TD, block.ffn_norm, routed_TLK)
         normed_TD = torch.empty_like(x_TD)
@@ -175,15 +180,23 @@ class FusedDecoder:
         is_plain = self._is_plain and args.delta is None
         return num_rows <= most and is_plain and not (args.out_norms or self._is_fp8)
 
-    def _products(self, x_TD: torch.Tensor) -> Products:
+    @property
+    def projections(self) -> list[Projection]:
+        """All that adapters can add to."""
+        layers = (layer for block in self._blocks for layer in (block.mixer, block.feed_forward))
+        return [projection for layer in layers for projection in layer.projections]
+
+    def _products(self, x_TD: torch.Tensor, adapters: AdapterRows | None) -> Products:
+        return Products(self._by(x_TD), self._skinny_space, x_TD.dtype, adapters)
+
+    def _by(self, x_TD: torch.Tensor) -> Literal["small", "skinny", "cublas"]:
         if not self._is_plain:
-            return Products("cublas", self._skinny_space, x_TD.dtype)
+            return "cublas"
         if len(x_TD) <= MAX_FEW_ROWS and not self._is_fp8:
-            return Products("small", self._skinny_space, x_TD.dtype)
+            return "small"
         # float32 tiles would not fit into shared memory.
         is_narrow = self._is_fp8 or x_TD.element_size() == 2
-        is_skinny = len(x_TD) <= MAX_SKINNY_ROWS and is_narrow
-        return Products("skinny" if is_skinny else "cublas", self._skinny_space, x_TD.dtype)
+        return "skinny" if len(x_TD) <= MAX_SKINNY_ROWS and is_narrow else "cublas"
 
     def _new_routed(self, num_rows: int) -> torch.Tensor:
         """The experts of each row, layer by layer, for the layers to write."""

@@ -30,7 +30,7 @@ from areal.engine.native.cuda.expert_linear import (
 from areal.engine.native.cuda.expert_vector import vector_down, vector_gate_up
 from areal.engine.native.cuda.fp8_tensors import Fp8Rows
 from areal.engine.native.cuda.hybrid_kernels import add_shared
-from areal.engine.native.cuda.linear import Products, fuse_linears
+from areal.engine.native.cuda.linear import Products, Projection, fuse_linears
 from areal.engine.native.cuda.routing import RouterOptions, group_by_expert, norm_route, route
 from areal.engine.native.cuda.small_linear import small_gate_up, small_linear
 from areal.models.common.moe import FeedForward, MoE
@@ -38,6 +38,8 @@ from areal.models.common.tensor_parallel import Ranks
 
 
 class FeedForwardLayer(Protocol):
+    projections: tuple[Projection, ...]
+
     def forward(
         self,
         normed_TD: torch.Tensor | Fp8Rows,
@@ -55,8 +57,9 @@ class FeedForwardLayer(Protocol):
 class DenseLayer:
     def __init__(self, mlp: FeedForward, activation: str) -> None:
         self._activation = activation
-        self._gate_up, self._gate_up_bias = fuse_linears([mlp.w1, mlp.w3])
-        self._w2 = mlp.w2
+        self._gate_up = fuse_linears(mlp.w1, mlp.w3)
+        self._w2 = fuse_linears(mlp.w2)
+        self.projections = (self._gate_up, self._w2)
 
     def forward(
         self,
@@ -64,16 +67,17 @@ class DenseLayer:
         routed_TLK: torch.Tensor,
         products: Products,
     ) -> torch.Tensor:
-        weights = (self._gate_up, self._gate_up_bias)
-        activated_TF = products.gate_up(normed_TD, *weights, self._activation)
-        return products.project_back(activated_TF, self._w2)
+        activated_TF = products.gate_up(normed_TD, self._gate_up, self._activation)
+        return products.project(activated_TF, self._w2)
 
     def forward_few(self, x_TD: torch.Tensor, norm: Norm, routed_TLK: torch.Tensor) -> torch.Tensor:
-        assert isinstance(self._gate_up, torch.Tensor), "FP8 has no kernels for few rows"
-        activated_TF = x_TD.new_empty(len(x_TD), len(self._gate_up) // 2)
-        small_gate_up(x_TD, norm, self._gate_up, self._activation, activated_TF)
+        gate_up, down = self._gate_up.weight, self._w2.weight
+        assert isinstance(gate_up, torch.Tensor), "FP8 has no kernels for few rows"
+        assert isinstance(down, torch.Tensor), "FP8 has no kernels for few rows"
+        activated_TF = x_TD.new_empty(len(x_TD), len(gate_up) // 2)
+        small_gate_up(x_TD, norm, gate_up, self._activation, activated_TF)
         out_TD = torch.empty_like(x_TD)
-        small_linear(activated_TF, self._w2.weight, self._w2.bias, out_TD, x_TD)
+        small_linear(activated_TF, down, self._w2.bias, out_TD, x_TD)
         return out_TD
 
 
@@ -95,6 +99,7 @@ class ExpertLayer:
         self._options = RouterOptions(moe.router.top_k, moe.router.norm_topk_prob)
         self._shared = None if moe.shared is None else DenseLayer(moe.shared, activation)
         self._shared_gate = moe.shared_gate
+        self.projections = () if self._shared is None else self._shared.projections
 
     def forward(
         self,

@@ -1,7 +1,8 @@
 """Linear layers of a fused decoder: weights side by side, and which kernel multiplies with them.
 
 Projections that read the same input are adjacent in memory (`fuse_linears`), and each parameter
-becomes a view: loading a weight by name writes where the kernels read.
+becomes a view: loading a weight by name writes where the kernels read. What adapters add to such a
+projection is computed after it (adapter_linear.py).
 
 FP8 weights (models/common/fp8.py) are multiplied with quantized rows: up to 64 by
 skinny_linear.py, more by cuBLAS where it knows such blocks. Elsewhere both factors are made
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.functional import ScalingType, scaled_mm
 
+from areal.engine.native.cuda.adapter_linear import AdapterRows
 from areal.engine.native.cuda.block_kernels import gate_mul, gate_mul_fp8, quantized
 from areal.engine.native.cuda.fp8_tensors import Fp8Rows, Fp8Weight
 from areal.engine.native.cuda.skinny_linear import (
@@ -29,8 +31,18 @@ from areal.engine.native.cuda.skinny_linear import (
 from areal.engine.native.cuda.small_linear import small_gate_up, small_linear
 from areal.models.common.fp8 import GROUP, dequantize
 from areal.models.common.fp8_linear import Fp8Linear
+from areal.models.common.tensor_parallel import SummedLinear
 
 Weight = torch.Tensor | Fp8Weight
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Projection:
+    """Linear layers that read the same input, as one."""
+
+    weight: Weight
+    bias: torch.Tensor | None
+    linears: tuple[nn.Linear, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,39 +55,34 @@ class Products:
     by: Literal["small", "skinny", "cublas"]
     space: SkinnyWorkspace
     dtype: torch.dtype
+    adapters: AdapterRows | None = None  # those of the rows, if there are any
 
-    def project(
-        self, x_TD: torch.Tensor | Fp8Rows, weight: Weight, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def project(self, x_TD: torch.Tensor | Fp8Rows, projection: Projection) -> torch.Tensor:
+        weight, bias = projection.weight, projection.bias
         if isinstance(weight, Fp8Weight):
             return self._fp8_project(_quantized(x_TD), weight, bias)
         assert not isinstance(x_TD, Fp8Rows), "rows are quantized for FP8 weights only"
+        if projection.linears and isinstance(projection.linears[0], SummedLinear):
+            return projection.linears[0](x_TD)  # sums over the ranks
         if self.by == "cublas":
-            return F.linear(x_TD, weight, bias)
-        out = x_TD.new_empty(len(x_TD), len(weight))
-        if self.by == "skinny":
-            skinny_linear(x_TD, weight, bias, out, self.space)
+            out = F.linear(x_TD, weight, bias)
         else:
-            small_linear(x_TD, weight, bias, out)
+            out = x_TD.new_empty(len(x_TD), len(weight))
+            if self.by == "skinny":
+                skinny_linear(x_TD, weight, bias, out, self.space)
+            else:
+                small_linear(x_TD, weight, bias, out)
+        if self.adapters is not None:
+            self.adapters.add(id(projection), x_TD, out)
         return out
 
-    def project_back(self, x: torch.Tensor | Fp8Rows, linear: nn.Linear) -> torch.Tensor:
-        """To the model dim; with several ranks the module itself sums over them."""
-        weight = weight_of(linear)
-        if self.by == "cublas" and not isinstance(weight, Fp8Weight):
-            return linear(x)
-        return self.project(x, weight, linear.bias)
-
     def gate_up(
-        self,
-        x_TD: torch.Tensor | Fp8Rows,
-        weight: Weight,
-        bias: torch.Tensor | None,
-        activation: str,
+        self, x_TD: torch.Tensor | Fp8Rows, projection: Projection, activation: str
     ) -> torch.Tensor | Fp8Rows:
         """activation(x W1') * (x W3'), W1 above W3 in one weight."""
-        if self.by == "cublas":
-            gate_up_T2F = self.project(x_TD, weight, bias)
+        weight = projection.weight
+        if self.by == "cublas" or self.adapters is not None:
+            gate_up_T2F = self.project(x_TD, projection)
             if isinstance(weight, Fp8Weight):
                 return gate_mul_fp8(gate_up_T2F, activation)
             activated_TF = gate_up_T2F.new_empty(len(x_TD), len(weight) // 2)
@@ -131,14 +138,8 @@ def _cublas_takes(x: Fp8Rows, weight: Fp8Weight) -> bool:
     return is_whole and x.q_MD.is_cuda and torch.cuda.get_device_capability() == (9, 0)
 
 
-def weight_of(linear: nn.Linear) -> Weight:
-    if isinstance(linear, Fp8Linear):
-        return Fp8Weight(linear.weight, linear.scale)
-    return linear.weight
-
-
-def fuse_linears(linears: Sequence[nn.Linear]) -> tuple[Weight, torch.Tensor | None]:
-    """Fused weights [sum of outputs, D] and biases; the modules' own become views of them.
+def fuse_linears(*linears: nn.Linear) -> Projection:
+    """Weights [sum of outputs, D] and biases as one; the modules' own become views of them.
 
     Linears that are already fused (a second engine on one model) keep their storage.
     """
@@ -147,7 +148,7 @@ def fuse_linears(linears: Sequence[nn.Linear]) -> tuple[Weight, torch.Tensor | N
     scales = [x.scale for x in linears if isinstance(x, Fp8Linear)]
     if scales:
         weight = Fp8Weight(weight, _fuse(scales))
-    return weight, _fuse(biases) if biases else None
+    return Projection(weight, _fuse(biases) if biases else None, linears)
 
 
 def _fuse(parameters: Sequence[torch.Tensor]) -> torch.Tensor:

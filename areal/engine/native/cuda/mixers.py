@@ -21,7 +21,7 @@ from torch import nn
 from areal.engine.native.cuda.block_kernels import Norm, rope_and_cache
 from areal.engine.native.cuda.fp8_tensors import Fp8Rows
 from areal.engine.native.cuda.hybrid_kernels import DeltaGates, gated_rope
-from areal.engine.native.cuda.linear import Products, fuse_linears
+from areal.engine.native.cuda.linear import Products, Projection, fuse_linears
 from areal.engine.native.cuda.paged_cache import PagedCache
 from areal.engine.native.cuda.states import DeltaWeights, Recur
 from areal.models.common.args import DecoderArgs
@@ -45,6 +45,8 @@ class Step:
 
 
 class Mixer(Protocol):
+    projections: tuple[Projection, ...]
+
     def forward(
         self, normed_TD: torch.Tensor | Fp8Rows, products: Products, step: Step
     ) -> torch.Tensor:
@@ -67,8 +69,9 @@ def norm_of(module: nn.RMSNorm, args: DecoderArgs) -> Norm:
 
 class AttentionMixer:
     def __init__(self, attention: Attention, args: DecoderArgs, cache: PagedCache) -> None:
-        self.qkv, self.qkv_bias = fuse_linears([attention.wq, attention.wk, attention.wv])
-        self.wo = attention.wo
+        self.qkv = fuse_linears(attention.wq, attention.wk, attention.wv)
+        self.wo = fuse_linears(attention.wo)
+        self.projections = (self.qkv, self.wo)
         self._layer, self._cache = attention.layer, cache
         self._heads = (args.n_heads, args.head_dim)
         self._q_norm = attention.q_norm and norm_of(attention.q_norm, args)
@@ -78,8 +81,8 @@ class AttentionMixer:
     def forward(
         self, normed_TD: torch.Tensor | Fp8Rows, products: Products, step: Step
     ) -> torch.Tensor:
-        qkv_TX = products.project(normed_TD, self.qkv, self.qkv_bias)
-        return products.project_back(self.attended(qkv_TX, step), self.wo)
+        qkv_TX = products.project(normed_TD, self.qkv)
+        return products.project(self.attended(qkv_TX, step), self.wo)
 
     def attended(self, qkv_TX: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, N * H], before the output projection."""
@@ -97,8 +100,9 @@ class AttentionMixer:
 class GatedAttentionMixer:
     def __init__(self, attention: GatedAttention, args: DecoderArgs, cache: PagedCache) -> None:
         assert attention.q_norm is not None and attention.k_norm is not None
-        self._qkv, self._bias = fuse_linears([attention.wq, attention.wk, attention.wv])
-        self._wo = attention.wo
+        self._qkv = fuse_linears(attention.wq, attention.wk, attention.wv)
+        self._wo = fuse_linears(attention.wo)
+        self.projections = (self._qkv, self._wo)
         self._layer, self._cache = attention.layer, cache
         self._heads = (args.n_heads, args.head_dim)
         self._norms = norm_of(attention.q_norm, args), norm_of(attention.k_norm, args)
@@ -106,7 +110,7 @@ class GatedAttentionMixer:
     def forward(
         self, normed_TD: torch.Tensor | Fp8Rows, products: Products, step: Step
     ) -> torch.Tensor:
-        qkv_TX = products.project(normed_TD, self._qkv, self._bias)
+        qkv_TX = products.project(normed_TD, self._qkv)
         num_heads, head_dim = self._heads
         q_TNH = qkv_TX.new_empty(len(qkv_TX), num_heads, head_dim)
         cache = self._cache.layer(self._layer)
@@ -115,14 +119,14 @@ class GatedAttentionMixer:
         step.attend(self._layer, q_TNH, out_TNH)
         both_TN2H = qkv_TX[:, : 2 * num_heads * head_dim].unflatten(1, (num_heads, 2, head_dim))
         gated_TNH = out_TNH * torch.sigmoid(both_TN2H[:, :, 1])
-        return products.project_back(gated_TNH.flatten(1), self._wo)
+        return products.project(gated_TNH.flatten(1), self._wo)
 
 
 class DeltaMixer:
     def __init__(self, delta: GatedDelta) -> None:
-        linears = [delta.in_qkv, delta.in_gate, delta.in_beta, delta.in_decay]
-        self._projection, _ = fuse_linears(linears)
-        self._out = delta.out
+        self._in = fuse_linears(delta.in_qkv, delta.in_gate, delta.in_beta, delta.in_decay)
+        self._out = fuse_linears(delta.out)
+        self.projections = (self._in, self._out)
         eps = delta.norm.eps
         assert eps is not None, "the family's norms have one"
         gates = DeltaGates(delta.log_rate, delta.decay_bias, Norm(delta.norm.weight, eps))
@@ -132,5 +136,5 @@ class DeltaMixer:
         self, normed_TD: torch.Tensor | Fp8Rows, products: Products, step: Step
     ) -> torch.Tensor:
         assert step.recur is not None, "the program has states of such a model"
-        projected_TY = products.project(normed_TD, self._projection, None)
-        return products.project_back(step.recur(self._weights, projected_TY), self._out)
+        projected_TY = products.project(normed_TD, self._in)
+        return products.project(step.recur(self._weights, projected_TY), self._out)

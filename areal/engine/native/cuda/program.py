@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from areal.engine.native.cuda.adapters import DeviceAdapters
 from areal.engine.native.cuda.decode_attention import (
     Workspace,
     decode_attention,
@@ -47,6 +48,7 @@ from areal.models.common.invariant import row_logprobs
 from areal.models.vision.placeholders import never_sampled
 
 if TYPE_CHECKING:
+    from areal.engine.native.adapters import AdapterBank
     from areal.engine.native.runner import Chunk
     from areal.engine.native.scheduler import SlotTable
     from areal.models.common.decoder import Decoder
@@ -60,6 +62,7 @@ class DeviceProgram:
         self,
         model: Decoder,
         table: SlotTable,
+        adapters: AdapterBank,
         *,
         num_pages: int,
         page_size: int,
@@ -76,9 +79,17 @@ class DeviceProgram:
         self.device = weight.device
         self.cache = PagedCache(model, num_pages=num_pages, page_size=page_size)
         context = min(args.max_position_embeddings, table.pages.shape[1] * page_size)
+        decoder = (ModuleDecoder if batch_invariant else FusedDecoder)(model, self.cache)
+        projections = decoder.projections if isinstance(decoder, FusedDecoder) else []
+        self.adapters = DeviceAdapters(adapters, projections)
         self.slots = DeviceSlots(
-            table, context=context, vocab_size=args.vocab_size, device=weight.device
+            table,
+            self.adapters,
+            context=context,
+            vocab_size=args.vocab_size,
+            device=weight.device,
         )
+        self._table, self._decoder = table, decoder
         self._states = None if num_states is None else DeviceStates(model, num_states)
         if self._states is not None:
             self.slots.state_S[-1] = self.slots.mark_S[-1] = self._states.scratch
@@ -87,7 +98,6 @@ class DeviceProgram:
         never = never_sampled(args.vision, args.vocab_size)
         self._never = torch.tensor(never, device=weight.device) if never else None
         self._invariant = batch_invariant
-        self._decoder = (ModuleDecoder if batch_invariant else FusedDecoder)(model, self.cache)
         self._attention_space = Workspace.make(
             max(max_rows, MAX_DRAFT_ROWS),
             args.n_heads,
@@ -112,6 +122,12 @@ class DeviceProgram:
             torch.zeros(shape, dtype=torch.int32, device=self.device),
             torch.zeros(shape, dtype=torch.float32, device=self.device),
         )
+
+    def update(self, slots: np.ndarray) -> bool:
+        """Upload what has changed of `slots`; whether an adapter changes one of them."""
+        self.adapters.sync()
+        self.slots.update(slots)
+        return self.adapters.are_among(self._table.adapter[slots])
 
     def share_prompts(self, slots: np.ndarray, num_rows: int) -> np.ndarray | None:
         """Which rows of a step read their prompts together; None if it is not worthwhile."""
@@ -140,9 +156,14 @@ class DeviceProgram:
         tokens_KR: torch.Tensor,
         logprobs_KR: torch.Tensor,
         shared: SharedPrompts | None = None,
+        *,
+        adapted: bool,
     ) -> None:
-        """One decode step, from the slots' newest tokens to their next ones."""
-        self.draw(slot_R, self._decode(slot_R, self.slots.rows, shared), tokens_KR, logprobs_KR)
+        """One decode step, from the slots' newest tokens to their next ones.
+
+        `adapted`: with the adapters of the slots, which have none otherwise."""
+        hidden_RD = self._decode(slot_R, self.slots.rows, shared, adapted=adapted)
+        self.draw(slot_R, hidden_RD, tokens_KR, logprobs_KR)
 
     def verify(
         self,
@@ -151,6 +172,8 @@ class DeviceProgram:
         tokens_BQ: torch.Tensor,
         logprobs_BQ: torch.Tensor,
         count_B: torch.Tensor,
+        *,
+        adapted: bool,
     ) -> None:
         """One step for each slot's newest token and the L drafted ones after it (Q = L + 1).
 
@@ -160,7 +183,8 @@ class DeviceProgram:
         slots, (num_slots, length) = self.slots, drafts_BL.shape
         rows = slots.after_drafts(slot_B, drafts_BL)
         row_R = torch.arange(num_slots * (length + 1), dtype=torch.int32, device=self.device)
-        token_R, logprob_R = self._sample(row_R, self._decode(row_R, rows), rows.sampling)
+        hidden_RD = self._decode(row_R, rows, adapted=adapted)
+        token_R, logprob_R = self._sample(row_R, hidden_RD, rows.sampling)
         tokens_BQ.copy_(token_R.view(num_slots, -1))
         logprobs_BQ.copy_(logprob_R.view(num_slots, -1))
         is_true_BL = tokens_BQ[:, :-1] == drafts_BL
@@ -184,7 +208,12 @@ class DeviceProgram:
         )  # fmt: skip
 
     def _decode(
-        self, slot_R: torch.Tensor, slots: SlotRows, shared: SharedPrompts | None = None
+        self,
+        slot_R: torch.Tensor,
+        slots: SlotRows,
+        shared: SharedPrompts | None = None,
+        *,
+        adapted: bool,
     ) -> torch.Tensor:
         """Hidden states [R, D] of the newest tokens of the rows `slot_R` of `slots`."""
         num_rows = len(slot_R)
@@ -198,6 +227,8 @@ class DeviceProgram:
             rows = replace(rows, recur=self._states.step(slot_R, slots, self.cache.page_size))
         if self._never is not None:  # a prompt with images ends at a smaller position
             rows.positions_T.add_(slots.rotary_delta_S[slot_R.long()])
+        if adapted:
+            rows = replace(rows, adapters=self.adapters.rows(slots.adapter_S[slot_R.long()]))
         device = device_of(self.device)
         num_splits = 1 if self._invariant else splits_for(num_rows, self._args.n_kv_heads, device)
         window_of, scale = self._args.window, self._args.score_scale
@@ -216,7 +247,7 @@ class DeviceProgram:
 
         decoder = self._decoder
         forward = decoder.forward
-        if isinstance(decoder, FusedDecoder) and decoder.can_run_few(num_rows):
+        if isinstance(decoder, FusedDecoder) and decoder.can_run_few(num_rows) and not adapted:
             forward = decoder.forward_few
         return forward(rows, attend)
 
@@ -268,10 +299,18 @@ class DeviceProgram:
         attend = self._with_blocks(attend, positions, lengths, pages_CP, chunks)
         rows = Rows(rows_3T[0], rows_3T[1], rows_3T[2])
         rows = self._with_images(rows, positions, chunks)
+        rows = self._with_adapters(rows, np.repeat([chunk.adapter for chunk in chunks], lengths))
         if self._states is not None:
             spans = [chunk.states for chunk in chunks]
             rows = replace(rows, recur=self._states.prefill(lengths, spans, upload))
         return rows, attend, upload(first_row[1:] - 1)
+
+    def _with_adapters(self, rows: Rows, numbers: np.ndarray) -> Rows:
+        self.adapters.sync()
+        if not self.adapters.are_among(numbers):
+            return rows
+        place_T = self.slots.upload(self.adapters.places_of(numbers))
+        return replace(rows, adapters=self.adapters.rows(place_T))
 
     def _with_images(self, rows: Rows, positions: np.ndarray, chunks: list[Chunk]) -> Rows:
         """With what the chunks' images change, if there are any."""

@@ -1,10 +1,10 @@
 """The CUDA runner: whole decode steps as CUDA graphs that run ahead of the host.
 
-A decode step of R rows is captured once per bucket of R, and once more for rows that share prompts:
-embedding, layers, LM head, sampling, and the update of the sampled slots, so that its output is the
-next step's input and a launch is `num_steps` replays. The host uploads which slots run and reads
-tokens back when an event signals the copy. Everything runs in order on one stream of the engine; a
-trainer in the same process keeps its own.
+A decode step of R rows is captured once per bucket of R, and once more for rows that share prompts
+or have adapters: embedding, layers, LM head, sampling, and the update of the sampled slots, so that
+its output is the next step's input and a launch is `num_steps` replays. The host uploads which
+slots run and reads tokens back when an event signals the copy. Everything runs in order on one
+stream of the engine; a trainer in the same process keeps its own.
 
 Prefill is not captured: its shapes vary, and its kernels are long enough to hide their launches.
 
@@ -25,6 +25,7 @@ from areal.engine.native.cuda.shared_prompts import SharedPrompts
 from areal.engine.native.runner import Computed
 
 if TYPE_CHECKING:
+    from areal.engine.native.adapters import AdapterBank
     from areal.engine.native.runner import Chunk
     from areal.engine.native.scheduler import SlotTable
     from areal.models.common.decoder import Decoder
@@ -95,7 +96,13 @@ class CudaRunner:
     launches_ahead = 1
 
     def __init__(
-        self, model: Decoder, table: SlotTable, *, max_prefill_tokens: int, **program: Any
+        self,
+        model: Decoder,
+        table: SlotTable,
+        adapters: AdapterBank,
+        *,
+        max_prefill_tokens: int,
+        **program: Any,
     ) -> None:
         self.max_prefill_tokens = max_prefill_tokens
         self._model = model
@@ -104,10 +111,12 @@ class CudaRunner:
         self.stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self.stream):
             max_rows = _bucket_of(len(table.num_tokens))
-            self._program = DeviceProgram(model, table, max_rows=max_rows, **program)
-        # By bucket, and whether rows share prompts.
-        self._graphs: dict[tuple[int, bool], _Graph] = {}
-        self._draft_graphs: dict[tuple[int, int], _DraftGraph] = {}  # by slots and drafted tokens
+            self._program = DeviceProgram(model, table, adapters, max_rows=max_rows, **program)
+        self.adapted_weights = self._program.adapters.weights
+        # By bucket, whether rows share prompts, and generation of the adapters (0: rows have none).
+        self._graphs: dict[tuple[int, bool, int], _Graph] = {}
+        # By slots, drafted tokens, and generation.
+        self._draft_graphs: dict[tuple[int, int, int], _DraftGraph] = {}
         self._table = table
         self._weight_bytes = sum(p.nbytes for p in model.parameters())
         self._pool: torch.cuda._POOL_HANDLE | None = None  # memory of all graphs
@@ -125,7 +134,7 @@ class CudaRunner:
     def draw(self, slots: np.ndarray, hidden: list[torch.Tensor]) -> DeviceTokens:
         program = self._program
         with torch.cuda.stream(self.stream):
-            program.slots.update(slots)
+            program.update(slots)
             slot_R = program.slots.upload(slots.astype(np.int32))
             drawn = program.new_outputs(1, len(slots))
             program.begin()
@@ -136,9 +145,9 @@ class CudaRunner:
         program, num_rows = self._program, len(slots)
         bucket = _bucket_of(num_rows)
         with torch.cuda.stream(self.stream):
-            program.slots.update(slots)
+            generation = self._update(slots)
             plan = program.share_prompts(slots, bucket)
-            key = (bucket, plan is not None)
+            key = (bucket, plan is not None, generation)
             graph = self._graphs.get(key) or self._capture(*key)
             rows = np.full(bucket, program.slots.scratch, np.int32)
             rows[:num_rows] = slots
@@ -181,8 +190,7 @@ class CudaRunner:
         for row, draft in zip(rows, drafts, strict=False):
             row[1 : 1 + len(draft)] = draft
         with torch.cuda.stream(self.stream):
-            program.slots.update(slots)
-            key = (bucket, length)
+            key = (bucket, length, self._update(slots))
             graph = self._draft_graphs.get(key) or self._capture_drafts(*key)
             given = torch.from_numpy(rows).pin_memory()
             graph.slot_B.copy_(given[:, 0], non_blocking=True)
@@ -216,25 +224,38 @@ class CudaRunner:
                 self._model.load_hf_tensor(name, tensor)
         theirs.wait_stream(self.stream)  # the sources may change as soon as this returns
 
-    def _capture(self, bucket: int, is_shared: bool) -> _Graph:
+    def _update(self, slots: np.ndarray) -> int:
+        """Upload what has changed of `slots`; the generation of their adapters. Graphs of stacks
+        that are no longer there are dropped."""
+        generation = self._program.update(slots) and self._program.adapters.generation
+        for graphs in (self._graphs, self._draft_graphs):
+            for key in [key for key in graphs if 0 < key[2] < generation]:
+                del graphs[key]
+        return int(generation)
+
+    def _capture(self, bucket: int, is_shared: bool, generation: int) -> _Graph:
         """Captures the step of `bucket` rows; warm-up uses scratch rows."""
         program = self._program
         slot_R = self._scratch_rows(bucket)
         outputs = program.new_outputs(self.steps_per_launch, bucket)
         shared = program.new_shared(bucket) if is_shared else None
-        graph = self._capture_work(lambda: program.step(slot_R, *outputs, shared))
+        adapted = generation > 0
+        graph = self._capture_work(lambda: program.step(slot_R, *outputs, shared, adapted=adapted))
         captured = _Graph(graph, slot_R, *outputs, shared)
-        self._graphs[bucket, is_shared] = captured
+        self._graphs[bucket, is_shared, generation] = captured
         return captured
 
-    def _capture_drafts(self, bucket: int, length: int) -> _DraftGraph:
+    def _capture_drafts(self, bucket: int, length: int, generation: int) -> _DraftGraph:
         program = self._program
         slot_B = self._scratch_rows(bucket)
         drafts_BL = slot_B.new_full((bucket, length), -1)
         outputs = *program.new_outputs(bucket, 1 + length), slot_B.new_ones(bucket)
-        graph = self._capture_work(lambda: program.verify(slot_B, drafts_BL, *outputs))
+        adapted = generation > 0
+        graph = self._capture_work(
+            lambda: program.verify(slot_B, drafts_BL, *outputs, adapted=adapted)
+        )
         captured = _DraftGraph(graph, slot_B, drafts_BL, *outputs)
-        self._draft_graphs[bucket, length] = captured
+        self._draft_graphs[bucket, length, generation] = captured
         return captured
 
     def _scratch_rows(self, count: int) -> torch.Tensor:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from areal.engine.native.cuda.adapters import DeviceAdapters
 from areal.engine.native.cuda.sampler import DeviceSampling
 from areal.engine.native.sampler import MAX_BIASED, MAX_STOP_IDS
 
@@ -37,15 +38,23 @@ class SlotRows:
     rotary_delta_S: torch.Tensor  # rotary position minus index of a token of the output
     state_S: torch.Tensor  # of a model with recurrent layers
     mark_S: torch.Tensor
+    adapter_S: torch.Tensor  # its place (adapters.py)
     sampling: DeviceSampling
 
 
 class DeviceSlots:
     def __init__(
-        self, table: SlotTable, *, context: int, vocab_size: int, device: torch.device
+        self,
+        table: SlotTable,
+        adapters: DeviceAdapters,
+        *,
+        context: int,
+        vocab_size: int,
+        device: torch.device,
     ) -> None:
         num_slots, max_pages = table.pages.shape
         self.device = device
+        self._adapters = adapters
         self.scratch = num_slots
         self._table = table
         self._generation = np.zeros(num_slots, np.int64)  # as uploaded
@@ -60,6 +69,7 @@ class DeviceSlots:
         self.num_tokens_S = zeros().fill_(1)
         self.rotary_delta_S = zeros()
         self.state_S, self.mark_S = zeros(), zeros()
+        self.adapter_S = zeros()
         self.sampling = DeviceSampling(
             temperature_S=zeros(dtype=torch.float32).fill_(1.0),
             top_k_S=zeros().fill_(_MAX_INT32),
@@ -106,6 +116,7 @@ class DeviceSlots:
             self.rotary_delta_S,
             self.state_S,
             self.mark_S,
+            self.adapter_S,
             self.sampling,
         )
 
@@ -139,6 +150,7 @@ class DeviceSlots:
             self.rotary_delta_S[slot_R],
             self.state_S[slot_R],
             self.mark_S[slot_R],
+            self.adapter_S[slot_R],
             sampling,
         )
 
@@ -184,6 +196,7 @@ class DeviceSlots:
         numbers = self.upload(np.stack([x[slots] for x in columns.values()]).astype(np.int32))
         for target, source in zip(columns, numbers, strict=True):
             target[index] = source
+        self.adapter_S[index] = self.upload(self._adapters.places_of(table.adapter[slots]))
         columns = {
             options.temperature_S: table.temperature,
             options.top_p_S: table.top_p,

@@ -19,8 +19,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from areal.engine.native.adapters import Adapter, AdapterBank, read_adapter
 from areal.engine.native.cuda import device
 from areal.models.common.args import DeltaArgs
+from areal.models.common.decoder import Decoder
 from areal.models.common.delta_rule import DeltaInputs
 
 compiled: set[tuple[str, ...]] = set()
@@ -29,6 +31,7 @@ HOPPER = GPUTarget("cuda", 90, 32)
 _GEMMA = {"sliding_window": 32, "sliding_window_pattern": 2, "num_hidden_layers": 2}
 MODELS = {  # family, overrides of its tiny config
     "qwen3": ("qwen3", {"head_dim": 64}),
+    "adapters": ("qwen3", {"head_dim": 64}),
     # The shape of gemma-3-1b, and the softcap that its family may have.
     "gemma3": (
         "gemma3_text",
@@ -47,8 +50,11 @@ MODELS = {  # family, overrides of its tiny config
         | {"linear_key_head_dim": 128, "linear_value_head_dim": 128},
     ),
 }
-# The files of kernels that are compiled, where not all: gemma3 and experts have the others.
-FILES = {"hybrid": ("delta_chunk_kernels", "delta_conv_kernels", "hybrid_kernels")}
+# The files of kernels that are compiled, where not all: other models have the others.
+FILES = {
+    "hybrid": ("delta_chunk_kernels", "delta_conv_kernels", "hybrid_kernels"),
+    "adapters": ("adapter_linear",),
+}
 TYPES = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
@@ -139,9 +145,13 @@ def main() -> None:
         if model.args.delta is not None:
             num_states = 8
             compile_training(model.args.delta)
+        bank = AdapterBank(model)
+        if name == "adapters":
+            bank.add("one", some_adapter(model))
         program = DeviceProgram(
             model,
             SlotTable(96, 8),
+            bank,
             num_pages=32,
             page_size=16,
             max_rows=96,
@@ -157,7 +167,21 @@ def main() -> None:
             slots = torch.zeros(num_rows, dtype=torch.int32)
             program.begin()
             shared = program.new_shared(num_rows) if num_rows == 64 else None
-            program.step(slots, *program.new_outputs(1, num_rows), shared)
+            program.step(slots, *program.new_outputs(1, num_rows), shared, adapted=False)
+            if bank.names:
+                program.adapters.sync()
+                program.step(slots, *program.new_outputs(1, num_rows), shared, adapted=True)
+
+
+def some_adapter(model: Decoder) -> Adapter:
+    layer, rank = "model.layers.0.self_attn.q_proj", 8
+    num_outputs, dim = model.hf_shapes()[f"{layer}.weight"]
+    matrices = {
+        f"{layer}.lora_A.weight": (rank, dim),
+        f"{layer}.lora_B.weight": (num_outputs, rank),
+    }
+    tensors = [(name, torch.zeros(shape)) for name, shape in matrices.items()]
+    return read_adapter(model, tensors, alpha=1.0)
 
 
 def compile_fp8_training() -> None:

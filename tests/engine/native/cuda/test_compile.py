@@ -36,7 +36,7 @@ def test_kernels_compile_for_an_h200(tmp_path):
     """In few processes and with one cache: models have kernels in common."""
     models = ["qwen3", "experts", "gemma3", "heads_of_80", "heads_of_96"]
     kernels = defaultdict(list)
-    for some in (models[:3], [*models[3:], "hybrid", "fp8_training"]):
+    for some in ([*models[:3], "adapters"], [*models[3:], "hybrid", "fp8_training"]):
         for model, kernel, _ in compile_for_hopper(tmp_path, *some):
             kernels[model].append(kernel)
     training = {"solve_kernel", "states_back_kernel", "chunk_back_kernel", "conv_back_kernel"}
@@ -49,6 +49,7 @@ def test_kernels_compile_for_an_h200(tmp_path):
     for model in models:
         assert dense <= set(kernels[model]), model
         assert experts & set(kernels[model]) == (experts if model == "experts" else set()), model
+    assert set(kernels["adapters"]) == {"_shrink_kernel", "_expand_kernel"}
     assert kernels["fp8_training"].count("_weight_kernel") == 2  # as it is and transposed
     named = {"_quantize_kernel", "_gate_kernel", "_gate_grad_kernel", "_transpose_kernel"}
     assert named <= set(kernels["fp8_training"])

@@ -17,7 +17,7 @@ from areal.engine.native.cuda.block_kernels import (
 )
 from areal.engine.native.cuda.decode_attention import Workspace, decode_attention
 from areal.engine.native.cuda.fp8_tensors import CacheScales, Fp8Rows, Fp8Weight
-from areal.engine.native.cuda.linear import Products
+from areal.engine.native.cuda.linear import Products, Projection
 from areal.engine.native.cuda.prefill_attention import prefill_attention
 from areal.engine.native.cuda.skinny_linear import SkinnyWorkspace, skinny_gate_up, skinny_linear
 from areal.models.common.fp8 import FP8, dequantize, quantize_blocks, round_heads
@@ -103,7 +103,7 @@ def test_products_of_few_rows(shape, block_rows, num_rows, dtype, device):
     gated = torch.full((num_rows, num_out // 2), torch.nan, dtype=dtype, device=device)
     skinny_gate_up(rows, weight, "silu", gated, space)
     assert_near(gated, F.silu(product[:, : num_out // 2]) * product[:, num_out // 2 :])
-    many = Products("cublas", space, dtype).project(x, weight, bias)
+    many = Products("cublas", space, dtype).project(x, Projection(weight, bias))
     assert_near(many, product + bias.cpu().double())
 
 

@@ -6,6 +6,7 @@ prefill, drawing and running ahead are checked against a plain forward of the sa
 
 from __future__ import annotations
 
+import copy
 import random
 from dataclasses import replace
 
@@ -19,6 +20,7 @@ from tiny_vision import tiny_vision_config
 from areal.api.config.inference import GenerationHyperparameters
 from areal.api.io_struct import Grammar
 from areal.engine.native import engine as engine_module
+from areal.engine.native.adapters import read_adapter
 from areal.engine.native.cuda import program as program_module
 from areal.engine.native.cuda import shared_prompts
 from areal.engine.native.cuda.device import HOPPER
@@ -84,9 +86,9 @@ class EagerRunner:
 
     def __init__(self, model, table, adapters, *, max_prefill_tokens, num_states, **program):
         self._model = model
-        self._program = DeviceProgram(
-            model, table, max_rows=len(table.num_tokens), num_states=num_states, **program
-        )
+        options = {"max_rows": len(table.num_tokens), "num_states": num_states, **program}
+        self._program = DeviceProgram(model, table, adapters, **options)
+        self.adapted_weights = self._program.adapters.weights
 
     def look(self, images):
         return self._model.look(images)
@@ -95,7 +97,7 @@ class EagerRunner:
         return self._program.prefill(chunks)
 
     def draw(self, slots, hidden):
-        self._program.slots.update(slots)
+        self._program.update(slots)
         program = self._program
         outputs = program.new_outputs(1, len(slots))
         program.begin()
@@ -104,7 +106,7 @@ class EagerRunner:
 
     def decode(self, slots, num_steps):
         program = self._program
-        program.slots.update(slots)
+        adapted = program.update(slots)
         padded = np.append(slots, program.slots.scratch).astype(np.int32)  # one row of padding
         outputs = program.new_outputs(num_steps, len(padded))
         shared, plan = None, program.share_prompts(slots, len(padded))
@@ -114,7 +116,7 @@ class EagerRunner:
         self.shared_launches += plan is not None
         program.begin()
         for _ in range(num_steps):
-            program.step(program.slots.upload(padded), *outputs, shared)
+            program.step(program.slots.upload(padded), *outputs, shared, adapted=adapted)
         return Outputs(*(x[:, : len(slots)] for x in outputs))
 
     def draft_length(self, num_rows):
@@ -125,7 +127,7 @@ class EagerRunner:
 
     def verify(self, slots, drafts):
         program = self._program
-        program.slots.update(slots)
+        adapted = program.update(slots)
         rows = np.full((len(slots) + 1, 4), -1, np.int32)  # one row of padding
         rows[:, 0] = [*slots, program.slots.scratch]
         for row, draft in zip(rows, drafts, strict=False):
@@ -133,7 +135,7 @@ class EagerRunner:
         tokens, logprobs = program.new_outputs(*rows.shape)
         slot_B, drafts_BL = program.slots.upload(rows).split([1, 3], dim=1)
         count_B = torch.zeros_like(slot_B[:, 0])
-        program.verify(slot_B[:, 0], drafts_BL, tokens, logprobs, count_B)
+        program.verify(slot_B[:, 0], drafts_BL, tokens, logprobs, count_B, adapted=adapted)
         counts = count_B.tolist()[: len(slots)]
         return Computed(
             [row[:count] for row, count in zip(tokens.tolist(), counts, strict=False)],
@@ -316,6 +318,106 @@ def test_logprobs_equal_a_full_forward(make_engine, family, num_requests, shape)
         assert len(out.output_tokens) == request.gconfig.max_new_tokens
         expected = full_forward_logprobs(engine.model, request.input_ids, out.output_tokens, 0.8)
         assert out.output_logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def adapter_tensors(model, seed: int, rank: int, *targets: str) -> dict[str, torch.Tensor]:
+    """Under their names in peft's files, for layers whose name ends so."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, shape in model.hf_shapes().items():
+        layer = name.removesuffix(".weight")
+        if layer.rpartition(".")[2] in targets and ".experts." not in layer:
+            a_RD, b_NR = (rank, shape[1]), (shape[0], rank)
+            tensors[f"{layer}.lora_A.weight"] = 0.3 * torch.randn(a_RD, generator=generator)
+            tensors[f"{layer}.lora_B.weight"] = 0.3 * torch.randn(b_NR, generator=generator)
+    return tensors
+
+
+def merged_model(model, tensors: dict[str, torch.Tensor], alpha: float):
+    """A copy of the plain model with the adapter in its weights."""
+    copied = copy.deepcopy(model)
+    for name, a_RD in tensors.items():
+        layer, is_a, _ = name.partition(".lora_A")
+        if is_a:
+            weight = model.get_parameter(model.adapter.from_hf_name(f"{layer}.weight"))
+            low = tensors[f"{layer}.lora_B.weight"].double() @ a_RD.double() * (alpha / len(a_RD))
+            copied.load_hf_tensor(f"{layer}.weight", (weight.cpu().double() + low).float())
+    return copied
+
+
+ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in divide")  # rows of padding
+@pytest.mark.parametrize(
+    ("family", "num_requests", "shape", "targets", "drafts"),
+    [
+        ("qwen2", 3, {}, ATTENTION + MLP, False),
+        ("qwen3", 9, {"num_hidden_layers": 2}, ATTENTION + MLP, True),
+        ("qwen3_moe", 3, {}, ATTENTION, False),
+        ("llama", 3, {"head_dim": 24, "mlp_bias": True}, ("k_proj", "down_proj"), False),
+        ("qwen3_5_text", 3, HYBRID, ("in_proj_qkv", "out_proj", "q_proj", "up_proj"), False),
+    ],
+)
+@torch.no_grad()
+def test_rows_of_one_batch_have_their_own_adapters(
+    make_engine, monkeypatch, family, num_requests, shape, targets, drafts
+):
+    """Of different ranks and layers, beside rows of the plain model."""
+    if drafts:
+        monkeypatch.setattr(Drafts, "best_length", lambda *_: 3)
+    engine = make_engine(family, shape=shape, drafts=drafts)
+    plain = copy.deepcopy(engine.model)
+    models = {"": plain}
+    for number, (rank, some) in enumerate([(4, targets), (20, targets[:1]), (1, targets[1:])]):
+        tensors = adapter_tensors(plain, number, rank, *some)
+        adapter = read_adapter(engine.model, tensors.items(), alpha=2.0 + number)
+        engine.adapters.add(f"a{number}", adapter)
+        models[f"a{number}"] = merged_model(plain, tensors, 2.0 + number)
+    requests = mixed_requests(num_requests, most=3)
+    for number, request in enumerate(requests):
+        request.gconfig = request.gconfig.new(lora_name=list(models)[number % len(models)])
+        engine.add(request)
+    done = run(engine)
+    for request in requests:
+        out = done[request.rid].output_tokens
+        model = models[request.gconfig.lora_name]
+        expected = full_forward_logprobs(model, request.input_ids, out, 0.8)
+        assert done[request.rid].output_logprobs == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in divide")  # rows of padding
+@torch.no_grad()
+def test_adapters_come_change_and_go_between_requests(make_engine):
+    """A live adapter is published twice, the second of a higher rank; a named one is replaced."""
+    engine = make_engine(shape={"num_hidden_layers": 1})
+    plain = copy.deepcopy(engine.model)
+
+    def ask(name: str, model) -> None:
+        options = GenerationHyperparameters(
+            seed=3, max_new_tokens=3, ignore_eos=True, lora_name=name
+        )
+        engine.add(GenRequest("r", [5, 7, 9, 11, 2], options))
+        out = run(engine)["r"]
+        expected = full_forward_logprobs(model, [5, 7, 9, 11, 2], out.output_tokens)
+        assert out.output_logprobs == pytest.approx(expected, abs=1e-4)
+
+    ask("", plain)
+    for version, rank in ((1, 2), (2, 40)):
+        tensors = adapter_tensors(plain, version, rank, "q_proj", "down_proj")
+        engine.load_adapter(tensors.items(), version, alpha=4.0, name="run", recompute_kv=True)
+        model = merged_model(plain, tensors, 4.0)
+        ask("", model)
+        ask(f"run-v{version}", model)
+    for seed in (5, 6):
+        tensors = adapter_tensors(plain, seed, 3, "o_proj")
+        engine.adapters.add("mine", read_adapter(engine.model, tensors.items(), alpha=1.0))
+        ask("mine", merged_model(plain, tensors, 1.0))
+        engine.remove_adapter("mine")
+    ask("", model)
+    weights = [(name, tensor.clone()) for name, tensor in plain.named_hf_tensors()]
+    engine.load_weights(weights, 3, recompute_kv=True)  # whole weights have no adapter
+    ask("", plain)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in divide")  # rows of padding
