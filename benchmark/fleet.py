@@ -49,7 +49,7 @@ from areal.utils.fs import raise_file_limit
 from areal.utils.hosted_object import HostedObject
 from areal.utils.stacks import descendants
 
-# How long a group lasts, in the mean: 500 samples a second, which every fleet reaches on a few cores.
+# How long a group lasts, in the mean: 500 samples a second, which every fleet reaches on two cores.
 # A rate that one does not reach compares a loop at rest with one that fights for its core.
 GROUP_S = 40.0
 MEAN_S = Load("", 0, GROUP_S).mean_s

@@ -28,7 +28,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -310,18 +310,24 @@ def warm_up(engine: NativeEngine, load: Load) -> None:
     engine.load_weights(engine.model.named_hf_tensors(), engine.version + 1, recompute_kv=True)
 
 
-def generate(engine: NativeEngine, requests: list[tuple[list[int], int]]) -> float:
+def generate(
+    engine: NativeEngine, requests: list[tuple[list[int], int]], adapters: Sequence[str] = ("",)
+) -> float:
     """Seconds until all have their tokens."""
     torch.cuda.synchronize()
     start = time.perf_counter()
-    run(engine, requests)
+    run(engine, requests, adapters)
     return time.perf_counter() - start
 
 
-def run(engine: NativeEngine, requests: list[tuple[list[int], int]]) -> list[Finished]:
-    """The results in the order they ended; the `rid` is the index of the request."""
+def run(
+    engine: NativeEngine, requests: list[tuple[list[int], int]], adapters: Sequence[str] = ("",)
+) -> list[Finished]:
+    """The results in the order they ended; the `rid` is the index of the request. Each has the next
+    of the adapters."""
     for i, (prompt, length) in enumerate(requests):
-        engine.add(GenRequest(str(i), prompt, request_options(length)))
+        options = request_options(length).new(lora_name=adapters[i % len(adapters)])
+        engine.add(GenRequest(str(i), prompt, options))
     results = []
     while engine.has_work:
         for done in engine.step():

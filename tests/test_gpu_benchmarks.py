@@ -9,6 +9,9 @@ import pytest
 import torch
 from tiny import tiny_model
 
+from areal.api.config.inference import GenerationHyperparameters
+from areal.engine.native.engine import NativeEngine
+from areal.engine.native.sequence import GenRequest
 from areal.models.hf_io import build_model
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmark"
@@ -125,3 +128,22 @@ def test_another_order_of_sums_changes_little_in_float32_and_nothing_for_good(gp
     assert 0 < gap < 1e-5
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_adapters_of_the_benchmark_change_every_projection(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import adapters
+
+    engine = NativeEngine(tiny_model("qwen2", num_hidden_layers=2), page_size=4, num_pages=50)
+    for seed in range(2):
+        adapters.add_adapter(engine, seed, rank=3)
+    prompt, names = [5, 7, 9], ["", *engine.adapters.names]
+    options = [GenerationHyperparameters(max_new_tokens=4, seed=1, lora_name=n) for n in names]
+    for name, option in zip(names, options, strict=True):
+        engine.add(GenRequest(name or "plain", prompt, option))
+    logprobs = set()
+    while engine.has_work:
+        logprobs |= {tuple(done.output_logprobs) for done in engine.step()}
+    assert len(logprobs) == 3
+    (adapter, _) = engine.adapters.by_number.values()
+    assert len(adapter.matrices) == 2 * len(adapters.TARGETS)

@@ -128,17 +128,14 @@ class ServedModel:
 
 
 def takes_adapters(config: PPOConfig) -> bool:
-    """Whether the servers get adapters alone: native ones on the CPU of this machine, others by
-    `rollout.use_lora`.
-
-    A native server on a GPU would have to read its model folder again to merge them, which takes
-    longer than to load merged weights.
+    """Whether the servers get adapters alone: by `rollout.use_lora`, and native ones on the CPU of
+    this machine in any case. On a GPU merged weights are loaded in milliseconds, and generate
+    faster than with adapters beside them.
     """
     rollout = config.rollout
-    if rollout.engine != "native":
-        return rollout.use_lora
     is_here = not config.scheduler.by_ray and not rollout.api_url
-    return rollout.tensor_parallel == 1 and is_here and best_device() == "cpu"
+    is_plain = rollout.engine == "native" and rollout.tensor_parallel == 1
+    return rollout.use_lora or (is_plain and is_here and best_device() == "cpu")
 
 
 def _stock_adapters(config: PPOConfig) -> tuple[str, int | None]:

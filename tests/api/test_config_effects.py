@@ -25,7 +25,8 @@ experiment_name trial_name trainer allocation_mode seed total_train_epochs total
 total_train_n_seqs
 tokenizer_path cluster.* scheduler.type train_dataset.* saver.freq_* recover.mode watchdog.seconds
 stats_logger.tensorboard.path perf_tracer.enabled perf_tracer.profile_steps
-rollout.api_url {trained}.path {trained}.backend {trained}.init_from_scratch {trained}.is_critic
+rollout.api_url rollout.use_lora {trained}.path {trained}.backend {trained}.init_from_scratch
+{trained}.is_critic
 {trained}.batch_invariant {trained}.enable_tree_training {trained}.mb_spec.* {trained}.dtype
 {trained}.gradient_checkpointing {trained}.freeze_vision_tower {trained}.use_lora
 {trained}.target_modules {trained}.fsdp.*
@@ -160,11 +161,6 @@ AGENT = "workflow=my.Agent"
         ("ppo", ["gconfig={greedy: true, top_p: 0.9, n_samples: 2}"], "gconfig.greedy is true"),
         ("rw", ["actor.temperature=0.5"], "actor.temperature has no effect: is_critic is true"),
         ("ppo", ["critic.logprobs_chunk_size=64"], "critic.logprobs_chunk_size has no effect"),
-        (
-            "ppo",
-            ["actor.use_lora=true", "rollout.use_lora=true"],
-            "rollout.use_lora has no effect: native servers get adapters alone",
-        ),
         ("ppo", ["rollout.lora_name=mine"], "rollout.lora_name has no effect: no adapter is sent"),
         ("sft", ["actor.lora_rank=8"], "actor.lora_rank has no effect: use_lora is false"),
         (

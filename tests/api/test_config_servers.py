@@ -135,6 +135,7 @@ LORA = ["rollout.use_lora=true", "actor.use_lora=true"]
             [*LORA, "rollout.backend=vllm:d1", "actor.lora_rank=513"],
             "actor.lora_rank must be at most 512 when vLLM serves the adapters",
         ),
+        ([*LORA, "rollout.backend=native:d1t2"], "rollout.use_lora must be false when native"),
         ([*LORA, "rollout.lora_name=''"], "rollout.lora_name must not be empty"),
     ],
 )

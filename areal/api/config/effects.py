@@ -260,13 +260,6 @@ ROWS: tuple[Row, ...] = (
         ),
     ),
     Row(
-        ("rollout.use_lora",),
-        _unless(
-            lambda p: p.config.rollout.engine != "native",
-            "native servers get adapters alone wherever they can",
-        ),
-    ),
-    Row(
         ("rollout.lora_name",),
         _unless(
             lambda p: p.config.actor.use_lora and p.config.rollout.takes_adapters,

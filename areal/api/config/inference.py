@@ -396,8 +396,8 @@ class InferenceEngineConfig:
     recompute_kv: bool = True
     """After a weight update, recompute the cache of running requests with the new weights."""
     use_lora: bool = False
-    """With actor.use_lora, send vLLM and SGLang servers the adapters alone, each version under a
-    name of its own, instead of merged weights. Native servers get them wherever they can."""
+    """With actor.use_lora, send servers the adapters alone, each version under a name of its own,
+    instead of merged weights. Native servers on the CPU of this machine get them in any case."""
     lora_name: str = "policy"
     """The run's adapter on its servers; version 7 of it is called `policy-v7`."""
     return_routed_experts: bool = False

@@ -181,6 +181,12 @@ def _check_adapters(config: RLExperiment) -> None:
         True,
     )
     require(
+        rollout.engine != "native" or rollout.tensor_parallel == 1,
+        "rollout.use_lora must be false when native servers have several devices: they get "
+        f"adapters merged into the weights (rollout.backend: {rollout.backend!r})",
+        True,
+    )
+    require(
         rollout.engine != "vllm" or actor.lora_rank <= MAX_VLLM_LORA_RANK,
         f"actor.lora_rank must be at most {MAX_VLLM_LORA_RANK} when vLLM serves the adapters "
         "(rollout.use_lora)",

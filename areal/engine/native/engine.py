@@ -281,13 +281,11 @@ class NativeEngine:
         without a `lora_name` get; where several can be served, also as `NAME-vVERSION`."""
         adapter = read_adapter(self.model, named_tensors, alpha=alpha, version=version)
         self._drain()
-        by_row = self.adapters.takes(adapter, self._adapted_weights)
-        can_merge = self._folder is not None and not self.adapters.names
-        if by_row and not (can_merge and self.device.type == "cuda"):  # which is faster merged
+        if self.adapters.takes(adapter, self._adapted_weights):
             self.adapters.set_live(adapter)
             in_use = {sequence.adapter for sequence in self._by_rid.values()}
             self.adapters.keep_version(name, adapter, in_use)
-        elif self._folder is None or not can_merge:
+        elif self._folder is None or self.adapters.names:
             raise ValueError(
                 "the adapter has to be merged here: the engine needs the model's folder, and no "
                 f"named adapter beside it, got {self._folder} and {self.adapters.names}"

@@ -105,7 +105,7 @@ def shrink(x_TD: torch.Tensor, stack: AdapterStack, blocks: Blocks) -> torch.Ten
     assert x_TD.is_contiguous(), x_TD.stride()
     (num_rows, dim), (num_blocks, block_m) = x_TD.shape, blocks.pair_BM.shape
     _, parts, rank, _ = stack.a_EPRD.shape
-    pieces = triton.cdiv(dim, _PIECE)
+    pieces = -(-dim // _PIECE)
     low_STPR = x_TD.new_empty(pieces, num_rows, parts, rank, dtype=torch.float32)
     _shrink_kernel[(pieces, parts, num_blocks)](
         x_TD, stack.a_EPRD, stack.scale_EP, blocks.pair_BM, blocks.expert_B, low_STPR,

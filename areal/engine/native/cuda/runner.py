@@ -112,7 +112,7 @@ class CudaRunner:
         with torch.cuda.stream(self.stream):
             max_rows = _bucket_of(len(table.num_tokens))
             self._program = DeviceProgram(model, table, adapters, max_rows=max_rows, **program)
-        self.adapted_weights = self._program.adapters.weights
+        self.adapted_weights: frozenset[int] | None = self._program.adapters.weights
         # By bucket, whether rows share prompts, and generation of the adapters (0: rows have none).
         self._graphs: dict[tuple[int, bool, int], _Graph] = {}
         # By slots, drafted tokens, and generation.
@@ -227,11 +227,10 @@ class CudaRunner:
     def _update(self, slots: np.ndarray) -> int:
         """Upload what has changed of `slots`; the generation of their adapters. Graphs of stacks
         that are no longer there are dropped."""
-        generation = self._program.update(slots) and self._program.adapters.generation
-        for graphs in (self._graphs, self._draft_graphs):
-            for key in [key for key in graphs if 0 < key[2] < generation]:
-                del graphs[key]
-        return int(generation)
+        generation = self._program.adapters.generation if self._program.update(slots) else 0
+        _drop_stale(self._graphs, generation)
+        _drop_stale(self._draft_graphs, generation)
+        return generation
 
     def _capture(self, bucket: int, is_shared: bool, generation: int) -> _Graph:
         """Captures the step of `bucket` rows; warm-up uses scratch rows."""
@@ -274,6 +273,11 @@ class CudaRunner:
             graph.capture_end()
         self._pool = self._pool or graph.pool()
         return graph
+
+
+def _drop_stale(graphs: dict[Any, Any], generation: int) -> None:
+    for key in [key for key in graphs if 0 < key[2] < generation]:
+        del graphs[key]
 
 
 def _bucket_of(num_rows: int) -> int:
