@@ -77,17 +77,15 @@ class DeviceAdapters:
         used = {id(self._site(layer)[0]): self._site(layer)[0] for layer in layers}
         ranks = [len(a_RD) for adapter in adapters for a_RD, _ in adapter.matrices.values()]
         rank = max([self._rank, *(1 << (rank - 1).bit_length() for rank in ranks)])
-        places = max(
-            [self._num_places, *(1 << place.bit_length() for place in self._places.values())]
-        )
+        places = max(self._num_places, 1 << max(self._places.values()).bit_length())
         if (rank, places) == (self._rank, self._num_places) and used.keys() <= self._stacks.keys():
             return False
         self._rank, self._num_places = rank, places
+        self.generation += 1
         self._stacks.clear()  # frees them before the new ones are there
         for key, projection in used.items():
             weights = [linear.weight for linear in projection.linears]
             self._stacks[key] = AdapterStack.zeros(places, rank, weights)
-        self.generation += 1
         return True
 
     def _site(self, layer: str) -> tuple[Projection, int]:

@@ -117,6 +117,7 @@ class CudaRunner:
         self._graphs: dict[tuple[int, bool, int], _Graph] = {}
         # By slots, drafted tokens, and generation.
         self._draft_graphs: dict[tuple[int, int, int], _DraftGraph] = {}
+        self._generation = self._program.adapters.generation
         self._table = table
         self._weight_bytes = sum(p.nbytes for p in model.parameters())
         self._pool: torch.cuda._POOL_HANDLE | None = None  # memory of all graphs
@@ -227,10 +228,13 @@ class CudaRunner:
     def _update(self, slots: np.ndarray) -> int:
         """Upload what has changed of `slots`; the generation of their adapters. Graphs of stacks
         that are no longer there are dropped."""
-        generation = self._program.adapters.generation if self._program.update(slots) else 0
-        _drop_stale(self._graphs, generation)
-        _drop_stale(self._draft_graphs, generation)
-        return generation
+        is_adapted, generation = self._program.update(slots), self._program.adapters.generation
+        if generation > self._generation:
+            self.stream.synchronize()  # they may still run
+            _drop_adapted(self._graphs)
+            _drop_adapted(self._draft_graphs)
+            self._generation = generation
+        return generation if is_adapted else 0
 
     def _capture(self, bucket: int, is_shared: bool, generation: int) -> _Graph:
         """Captures the step of `bucket` rows; warm-up uses scratch rows."""
@@ -275,8 +279,8 @@ class CudaRunner:
         return graph
 
 
-def _drop_stale(graphs: dict[Any, Any], generation: int) -> None:
-    for key in [key for key in graphs if 0 < key[2] < generation]:
+def _drop_adapted(graphs: dict[Any, Any]) -> None:
+    for key in [key for key in graphs if key[2] > 0]:
         del graphs[key]
 
 
