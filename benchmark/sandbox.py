@@ -3,7 +3,8 @@
     python benchmark/sandbox.py [--starts 30] [--at-once 50] [--json report.json]
 
 A start is timed until the session takes calls, cold and from a pool that has
-sessions ready. Then `--at-once` sessions are open together, and each runs a line.
+sessions ready; `first_result` until a line of Python has run in a session that was
+not there before. Then `--at-once` sessions are open together, and each runs a line.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ def main() -> None:
 
 async def _measure(starts: int, at_once: int) -> list[Row]:
     cold = [await _cold_start() for _ in range(starts)]
+    first = [await _first_result() for _ in range(starts)]
     warm = await _warm_starts(starts)
     calls = await _calls(starts)
     began = time.perf_counter()
@@ -44,6 +46,7 @@ async def _measure(starts: int, at_once: int) -> list[Row]:
     return [
         Row("cold_start_p50", 1e3 * statistics.median(cold), "ms"),
         Row("cold_start_max", 1e3 * max(cold), "ms"),
+        Row("first_result_p50", 1e3 * statistics.median(first), "ms"),
         Row("warm_start_p50", 1e3 * statistics.median(warm), "ms"),
         Row("python_call_p50", 1e3 * statistics.median(calls), "ms"),
         Row("sessions_at_once", num_alive, "sessions"),
@@ -54,6 +57,13 @@ async def _measure(starts: int, at_once: int) -> list[Row]:
 async def _cold_start() -> float:
     began = time.perf_counter()
     async with await Session.start():
+        return time.perf_counter() - began
+
+
+async def _first_result() -> float:
+    began = time.perf_counter()
+    async with await Session.start() as session:
+        await session.python("print(1)")
         return time.perf_counter() - began
 
 

@@ -26,7 +26,7 @@ for name, folder in (("areal", sys.argv[1] + "/.."), ("areal.sandbox", sys.argv[
     sys.modules[name].__path__ = [folder]
 sys.modules["areal"].sandbox = sys.modules["areal.sandbox"]
 """
-_OWN = _BOOT + "from areal.sandbox import namespaces\nnamespaces.main(int(sys.argv[2]))\n"
+_OWN = _BOOT + "from areal.sandbox import namespaces\nnamespaces.main(*map(int, sys.argv[2:]))\n"
 _INSIDE = _BOOT + "from areal.sandbox import session_init\nsession_init.boot(int(sys.argv[2]))\n"
 _HERE = str(Path(__file__).parent)
 _INSIDE_HERE = "/.areal/sandbox"
@@ -68,9 +68,10 @@ def ways() -> list[str]:
 
 
 def command(way: str, settings: dict[str, Any], fd: int) -> list[str]:
+    """A program that becomes the session, and dies with this process."""
     program = [interpreter(), "-I", "-S", "-c"]
     if way == "namespaces":
-        return [*program, _OWN, _HERE, str(fd)]
+        return [*program, _OWN, _HERE, str(fd), str(os.getpid())]
     return [*_bubblewrap(settings), *program, _INSIDE, _INSIDE_HERE, str(fd)]
 
 

@@ -11,17 +11,16 @@ user 1000. Standard library only: `isolation` loads it by its path.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
-import signal
-import socket
 import stat
 import struct
-from typing import Any
 
 from areal.sandbox import session_init
-from areal.sandbox.confine import SYSTEM_CALLS
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # each import delays the start of a session
+    from typing import Any
 
 _NEW_ALL = 0x10000000 | 0x00020000 | 0x20000000 | 0x40000000 | 0x08000000 | 0x04000000 | 0x02000000
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 2, 4, 8
@@ -30,51 +29,57 @@ _MNT_DETACH = 2
 _MOUNT_SETATTR = 442
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 _READ_ONLY, _NO_SETUID, _NO_DEVICES = 1, 2, 4
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _SIGKILL, _SIGCHLD = 1, 9, 17
+# machine -> numbers of system calls that libc has no function for, or one that does more
+_NUMBERS = {
+    "x86_64": {"clone": 56, "pivot_root": 155},
+    "aarch64": {"clone": 220, "pivot_root": 41},
+}
 _FIRST_AGENT_ID = 1 << 30  # above all that systems hand out
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def main(fd: int) -> None:
-    channel = socket.socket(fileno=fd)
-    channel.set_inheritable(False)
-    limits = session_init.receive_limits(channel)
+def main(fd: int, parent_pid: int) -> None:
+    _libc.prctl(_PR_SET_PDEATHSIG, _SIGKILL)
+    if os.getppid() != parent_pid:  # it ended before this call
+        return
+    order = session_init.Order(fd)
     mapped, go = os.pipe()
     try:
         pid = _clone()
     except OSError as error:
-        session_init.send(channel, {"fatal": f"user namespace: {error.strerror}"})
+        session_init.say_fatal(fd, f"user namespace: {error.strerror}")
         return
     if pid == 0:
         os.close(go)
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _libc.prctl(_PR_SET_PDEATHSIG, _SIGKILL)
         if os.read(mapped, 1):  # else the first process is gone
-            _serve(channel, limits)
+            _serve(order)
         os._exit(1)
     try:
         _map_users(pid)
     except OSError as error:
-        session_init.send(channel, {"fatal": f"user namespace: {error.strerror}"})
-        os.kill(pid, signal.SIGKILL)
+        session_init.say_fatal(fd, f"user namespace: {error.strerror}")
+        os.kill(pid, _SIGKILL)
     os.write(go, b"1")
-    channel.close()
+    os.close(fd)
     os.waitpid(pid, 0)
 
 
-def _serve(channel: socket.socket, limits: dict[str, Any]) -> None:
+def _serve(order: session_init.Order) -> None:
     try:
-        build_root(limits)
+        build_root(order.settings)
     except OSError as error:
-        session_init.send(channel, {"fatal": f"{error.filename or 'mount'}: {error.strerror}"})
+        session_init.say_fatal(order.fd, f"{error.filename or 'mount'}: {error.strerror}")
     else:
-        session_init.main(channel, limits)
+        session_init.main(order)
 
 
 def _clone() -> int:
     """fork() into new namespaces. This process has one thread, so that a bare call is enough."""
-    number = SYSTEM_CALLS[os.uname().machine][1]["clone"]
-    pid = _libc.syscall(number, _NEW_ALL | signal.SIGCHLD, None, None, None, None)
+    number = _NUMBERS[os.uname().machine]["clone"]
+    pid = _libc.syscall(number, _NEW_ALL | _SIGCHLD, None, None, None, None)
     if pid < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), "clone")
     return pid
@@ -84,11 +89,13 @@ def _map_users(pid: int) -> None:
     """Two users if this process may give a process another id (root), else one."""
     agent, agent_id = session_init.AGENT_ID, _FIRST_AGENT_ID + int.from_bytes(os.urandom(3))
     if os.geteuid() == 0:
-        with contextlib.suppress(OSError):  # root of a container may have few ids
+        try:
             for kind in ("gid_map", "uid_map"):
                 _write(f"/proc/{pid}/{kind}", f"0 0 1\n{agent} {agent_id} 1")
             return
-    with contextlib.suppress(FileNotFoundError):
+        except OSError:
+            pass  # root of a container may have few ids
+    if os.path.exists(f"/proc/{pid}/setgroups"):
         _write(f"/proc/{pid}/setgroups", "deny")
     for kind, own in (("gid_map", os.getegid()), ("uid_map", os.geteuid())):
         _write(f"/proc/{pid}/{kind}", f"{agent} {own} 1")
@@ -99,28 +106,28 @@ def _write(path: str, text: str) -> None:
         file.write(text)
 
 
-def build_root(limits: dict[str, Any]) -> None:
-    """Inside of the new namespaces: `limits["folder"]` becomes the root."""
-    root = limits["folder"]
+def build_root(settings: dict[str, Any]) -> None:
+    """Inside of the new namespaces: `settings["folder"]` becomes the root."""
+    root = settings["folder"]
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
     _mount("tmpfs", root, "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=755,size=1m,nr_inodes=4k")
-    for path in limits["shown"]:
+    for path in settings["shown"]:
         _show(path, root + path)
-    for path in limits["devices"]:
+    for path in settings["devices"]:
         _show(path, root + path, is_device=True)
     _make_parents(root + session_init.ZEROS)
     session_init.write_zeros(root + session_init.ZEROS)
-    for path, text in limits["files"].items():
+    for path, text in settings["files"].items():
         _make_parents(root + path)
         _write(root + path, text)
-    for path, target in limits["links"]:
+    for path, target in settings["links"]:
         _make_parents(root + path)
         os.symlink(target, root + path)
     os.mkdir(f"{root}/proc")
     flags = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
     _mount("proc", f"{root}/proc", "proc", flags, "subset=pid,hidepid=2")
     agent = session_init.AGENT_ID
-    options = f"mode=755,uid={agent},gid={agent},size={limits['disk_mb']}m,nr_inodes=64k"
+    options = f"mode=755,uid={agent},gid={agent},size={settings['disk_mb']}m,nr_inodes=64k"
     os.mkdir(root + session_init.WORKSPACE)
     _mount("tmpfs", root + session_init.WORKSPACE, "tmpfs", _MS_NOSUID | _MS_NODEV, options)
     _set_attributes(root, _READ_ONLY)
@@ -165,7 +172,7 @@ def _set_attributes(target: str, attributes: int, flags: int = 0) -> None:
 def _enter(root: str) -> None:
     """Make `root` the root, and drop what was there."""
     os.chdir(root)
-    number = SYSTEM_CALLS[os.uname().machine][1]["pivot_root"]
+    number = _NUMBERS[os.uname().machine]["pivot_root"]
     if _libc.syscall(number, b".", b".") < 0 or _libc.umount2(b".", _MNT_DETACH) < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), "pivot_root")
     os.chdir("/")

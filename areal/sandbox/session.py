@@ -20,7 +20,6 @@ import asyncio
 import contextlib
 import json
 import socket
-import struct
 import subprocess
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -32,6 +31,7 @@ from areal.sandbox.addresses import Address
 from areal.sandbox.isolation import ADVICE, SandboxError, command, settings_of, ways
 from areal.sandbox.limits import SessionLimits
 from areal.sandbox.output import printable
+from areal.sandbox.session_init import frame
 from areal.sandbox.tunnels import Tunnels
 from areal.utils.child_process import describe_exit, spawn
 
@@ -126,7 +126,7 @@ class Session:
             theirs.close()
             session = cls(process, folder, limits)
             on_failure.callback(session._kill)
-            await session._shake_hands(ours, json.dumps(settings).encode())
+            await session._shake_hands(ours, frame(settings))
             if handed is not None:
                 session._tunnels = _receive_tunnels(handed, limits)
                 handed.close()
@@ -136,7 +136,7 @@ class Session:
     async def _shake_hands(self, channel: socket.socket, settings: bytes) -> None:
         channel.setblocking(False)
         self._reader, self._writer = await asyncio.open_connection(sock=channel, limit=_MAX_LINE)
-        self._writer.write(struct.pack("<I", len(settings)) + settings)
+        self._writer.write(settings)
         await self._receive(_START_S)
 
     async def __aenter__(self) -> Session:
@@ -308,6 +308,7 @@ def _spawn(argv: list[str], fds: list[int]) -> subprocess.Popen[bytes]:
     return spawn(
         argv,
         {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"},
+        is_wrapped=False,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         pass_fds=fds,

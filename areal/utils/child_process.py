@@ -290,14 +290,20 @@ def module_argv(module: str, *args: str) -> list[str]:
 
 
 def spawn(
-    argv: Sequence[str], env: Mapping[str, str], *, is_guarded: bool = False, **options: Any
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    *,
+    is_guarded: bool = False,
+    is_wrapped: bool = True,
+    **options: Any,
 ) -> subprocess.Popen[Any]:
     """Start `argv` with exactly `env`, in its own session, to die with this process, with
     `is_guarded` with all its descendants; `options` are those of Popen. FileNotFoundError if there
-    is no such program."""
+    is no such program. Without `is_wrapped` the program sees to that end itself: it asks the kernel
+    (PR_SET_PDEATHSIG) first of all, and saves the start of one interpreter."""
     if shutil.which(argv[0], path=env.get("PATH")) is None:
         raise FileNotFoundError(errno.ENOENT, "no such program", argv[0])
-    if _IS_LINUX:
+    if _IS_LINUX and is_wrapped:
         script = guarded_program if is_guarded else die_with_parent
         command = [json.dumps(list(argv))] if is_guarded else argv
         argv = [sys.executable, "-I", "-S", script.__file__, str(os.getpid()), *command]

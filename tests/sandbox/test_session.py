@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 from sandbox_support import needs_sandbox
@@ -18,6 +20,27 @@ from areal.sandbox.session import Session
 from areal.sandbox.sessions import SessionPool
 
 pytestmark = needs_sandbox
+
+# Prints its descendants when one of them is the command.
+_LONG_CALL = """
+import asyncio, os, pathlib
+from areal.sandbox.limits import SessionLimits
+from areal.sandbox.session import Session
+from areal.utils.stacks import descendants
+
+def names(pids):
+    return [pathlib.Path(f"/proc/{pid}/comm").read_text().strip() for pid in pids]
+
+async def main():
+    session = await Session.start(SessionLimits(wall_s=300))
+    call = asyncio.create_task(session.run(["sleep", "300"]))
+    while "sleep" not in names(found := list(descendants(os.getpid()))):
+        await asyncio.sleep(0.02)
+    print(*found, flush=True)
+    await call
+
+asyncio.run(main())
+"""
 
 
 async def test_files_stay_and_variables_do_not():
@@ -99,6 +122,27 @@ async def test_a_session_that_is_gone_is_our_failure_and_no_result():
     with pytest.raises(SandboxError, match="the session ended"):
         await session.python("print(1)")
     await session.close()
+
+
+def test_a_session_ends_with_the_process_that_started_it():
+    program = [sys.executable, "-c", _LONG_CALL]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        session = [int(pid) for pid in owner.stdout.readline().split()]
+        owner.kill()
+    assert len(session) >= 2
+    deadline = time.monotonic() + 60
+    while any(map(_runs, session)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
 
 
 async def test_a_command_that_cannot_be_confined_is_our_failure_and_no_result():
