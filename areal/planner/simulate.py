@@ -31,7 +31,7 @@ from areal.planner.plan import Plan, Setup
 from areal.planner.workload import Workload
 
 _MAX_SERVERS = 8  # simulated; more servers get a share of the prompts
-_MAX_SAMPLES = 60_000  # simulated in all
+_MAX_SAMPLES = 20_000  # simulated in all: about half a second
 _RESTART_S = 60.0  # of a server that failed
 
 
@@ -219,8 +219,10 @@ class _Run:
         return self.spec.generates_at if self.training_s > 0 else 1.0
 
     def _training_rate(self) -> float:
+        if self.spec.trains_at == 1 or self.spec.generates_at == 0:
+            return 1.0
         busy = any(s.has_work and s.down_s <= 0 and s.stalled_s <= 0 for s in self.servers)
-        return self.spec.trains_at if busy and self.spec.generates_at > 0 else 1.0
+        return self.spec.trains_at if busy else 1.0
 
     # Time passes.
 
@@ -262,7 +264,8 @@ class _Run:
                 _, _, length, group = heapq.heappop(server.running)
                 group.tokens += length + self.spec.load.prompt
                 self._wait_for_environment(group)
-            self._fill(server)
+            if server.waiting:
+                self._fill(server)
         while self.waking and self.waking[0][0] <= self.now:
             _, _, group = heapq.heappop(self.waking)
             self._complete_sample(group)
