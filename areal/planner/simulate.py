@@ -32,6 +32,7 @@ from areal.planner.workload import Workload
 
 _MAX_SERVERS = 8  # simulated; more servers get a share of the prompts
 _MAX_SAMPLES = 20_000  # simulated in all: about half a second
+_MAX_IN_FLIGHT = 60_000  # samples at a time: seconds to follow
 _RESTART_S = 60.0  # of a server that failed
 
 
@@ -60,6 +61,12 @@ class Spec:
         if count > _MAX_SERVERS:
             load = _fewer_prompts(load, max(1, round(load.prompts * _MAX_SERVERS / count)))
             count = _MAX_SERVERS
+        if (in_flight := load.in_flight * load.samples) > _MAX_IN_FLIGHT:
+            raise ValueError(
+                f"--simulate follows at most {_MAX_IN_FLIGHT:,} samples in flight, and of these "
+                f"{count} server(s) {in_flight:,} are: lower train_dataset.batch_size, "
+                "gconfig.n_samples, rollout.max_head_offpolicyness or max_concurrent_rollouts"
+            )
         device, rates = plan.device, (1.0, 1.0)
         if setup.takes_turns:
             rates = (0.0, 1.0)
