@@ -181,7 +181,9 @@ def _check_logprobs(
     batch = concat_padded_tensors([_compared_part(one) for one in trajectories])
     version = known_version(batch, recording.points)
     if version is None:
-        return chart.unseen("logits", "no recover point has the weights of a stored token")
+        why = "no recover point has the weights of a stored token: recover.keep keeps older ones"
+        chart.unseen("weights", why)
+        return chart.unseen("logits", why)
     agreements = _agreements(rehearsal, recording, batch, version)
     found = agreements[version]
     text = f"version {version}: {found}"
