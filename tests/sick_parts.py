@@ -41,6 +41,50 @@ class CutPrompt(ChangingWorkflow):
                 trajectory[key] = value[:, 1:]
 
 
+class LateLogprobs(ChangingWorkflow):
+    """Log-probabilities of the token before."""
+
+    def change(self, trajectory):
+        trajectory["logprobs"] = trajectory["logprobs"].roll(1, 1)
+
+
+class NextVersion(ChangingWorkflow):
+    """Names weights that did not exist yet."""
+
+    def change(self, trajectory):
+        trajectory["versions"] = trajectory["versions"] + 1
+
+
+class OtherSample(ChangingWorkflow):
+    """Each sample has the reward of the one before, of the same prompt."""
+
+    def change(self, trajectory):
+        trajectory["rewards"] = trajectory["rewards"].roll(1)
+
+
+class OneSeed(RLVRWorkflow):
+    """Draws all samples of a group with the same seed."""
+
+    async def arun_episode(self, engine, data):
+        return await super().arun_episode(_OneSeedEngine(engine), data)
+
+
+class _OneSeedEngine:
+    def __init__(self, engine):
+        self._engine = engine
+
+    async def agenerate(self, req):
+        options = req.gconfig.with_seed(3)
+        return await self._engine.agenerate(type(req)(input_ids=req.input_ids, gconfig=options))
+
+
+class NarrowWorkflow(RLVRWorkflow):
+    """Samples from half of the distribution."""
+
+    def __init__(self, gconfig, **options):
+        super().__init__(gconfig=gconfig.new(top_p=0.5), **options)
+
+
 class OtherExperts(ChangingWorkflow):
     """The experts on record are those of the token before."""
 

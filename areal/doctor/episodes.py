@@ -12,6 +12,7 @@ tokens were sent and which came back, whatever the workflow made of them.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     from areal.api.config.experiment import PPOConfig
     from areal.api.workflow_api import RolloutWorkflow
     from areal.trainer.rl_trainer import PPOTrainer
+
+_CUTS = ("top_p", "top_k", "min_p")  # of the distribution that tokens are drawn from
+_UNBELIEVABLE = math.log(1e-9)
 
 Spans = Iterable[tuple[int, int]]  # first token of a reply, and the one after its last
 
@@ -145,8 +149,37 @@ def check_tokens(chart: Chart, config: PPOConfig, tokenizer: Any, episodes: Epis
                 "text was tokenized again, or tokens were cut",
                 change="build trajectories from the tokens of ModelResponse, never from text",
             )
+    if fault := _foreign_numbers(episodes):
+        return chart.fault(
+            "tokens",
+            fault,
+            change="build trajectories from output_logprobs and output_versions of ModelResponse "
+            "(areal.workflow.transcript.Transcript does)",
+        )
     count = sum(1 for _ in episodes.rows())
     chart.ok("tokens", f"{count} rows hold the very tokens of {len(episodes.calls)} requests")
+
+
+def _foreign_numbers(episodes: Episodes) -> str:
+    """A log-probability or version that no reply had for its token; empty if there is none. Looks
+    at whole replies with loss on them: other rows are for `check_loss_mask`."""
+    for name, row in episodes.rows():
+        ids, mask = row["input_ids"].tolist(), row["loss_mask"].bool()
+        replies: dict[tuple[int, int], list[ModelResponse]] = {}
+        for start, end, reply in _replies(ids, episodes.calls):
+            if end > start and bool(mask[start:end].all()):
+                replies.setdefault((start, end), []).append(reply)
+        for (start, end), given in replies.items():
+            logprobs, versions = row["logprobs"][start:end], row["versions"][start:end].tolist()
+            if not any(_close(logprobs, one.output_logprobs) for one in given):
+                return f"{name} has log-probabilities that no reply had for these tokens"
+            if not any(versions == one.output_versions for one in given):
+                return f"{name} names weight versions that no reply had for these tokens"
+    return ""
+
+
+def _close(found: torch.Tensor, expected: Sequence[float]) -> bool:
+    return torch.allclose(found.double(), torch.tensor(expected).double(), rtol=1e-4, atol=1e-5)
 
 
 def prompts_are_sent(
@@ -180,7 +213,7 @@ def _uses_template(config: PPOConfig) -> bool:
 
 
 def check_sampling(chart: Chart, config: PPOConfig, episodes: Episodes) -> None:
-    """Requests ask for the temperature that the trainer divides logits by."""
+    """Requests ask for the distribution that the config names, and samples are drawn apart."""
     wanted = config.actor.temperature
     for request, _ in episodes.calls:
         options = request.gconfig
@@ -193,7 +226,40 @@ def check_sampling(chart: Chart, config: PPOConfig, episodes: Episodes) -> None:
                 change="pass the config's gconfig to requests (or set actor.temperature and "
                 "gconfig.temperature to what the workflow uses)",
             )
+        for key in _CUTS:
+            asked, named = getattr(options, key), getattr(config.gconfig, key)
+            if asked != named:
+                return chart.fault(
+                    "sampling",
+                    f"requests ask for {key} {asked:g}, and gconfig.{key} is {named:g}",
+                    change=f"pass the config's gconfig to requests, or set gconfig.{key}",
+                )
+    if fault := _drawn_together(episodes):
+        return chart.fault(
+            "sampling",
+            fault,
+            change="let each sample of a group have a seed of its own (gconfig.with_seed, or none)",
+        )
     chart.ok("sampling", f"{len(episodes.calls)} requests ask for temperature {wanted:g}")
+
+
+def _drawn_together(episodes: Episodes) -> str:
+    """Whether the replies to each prompt are all the same although, by their own log-probabilities,
+    independent draws would not be."""
+    replies: dict[tuple[int, ...], list[ModelResponse]] = {}
+    for request, reply in episodes.calls:
+        replies.setdefault(tuple(request.input_ids), []).append(reply)
+    chance = 0.0  # log-probability that all later replies repeat the first
+    for same_prompt in replies.values():
+        if any(one.output_tokens != same_prompt[0].output_tokens for one in same_prompt[1:]):
+            return ""
+        chance += sum(sum(one.output_logprobs) for one in same_prompt[1:])
+    if chance > _UNBELIEVABLE:
+        return ""
+    return (
+        "all samples of a prompt are the same tokens, for every prompt: independent draws would be "
+        f"so with probability 1e{chance / math.log(10):.0f}, so they share a seed"
+    )
 
 
 def check_loss_mask(chart: Chart, rows: Iterable[tuple[str, torch.Tensor, Spans]]) -> None:
@@ -233,7 +299,14 @@ def _spans(
     ids: list[int], calls: Sequence[tuple[ModelRequest, ModelResponse]]
 ) -> Iterator[tuple[int, int]]:
     """Where replies stand in `ids`, which begin with the prompt of each."""
+    return ((start, end) for start, end, _ in _replies(ids, calls))
+
+
+def _replies(
+    ids: list[int], calls: Sequence[tuple[ModelRequest, ModelResponse]]
+) -> Iterator[tuple[int, int, ModelResponse]]:
+    """The same, with the replies."""
     for request, reply in calls:
         start, end = len(request.input_ids), len(request.input_ids) + len(reply.output_tokens)
         if ids[:start] == list(request.input_ids) and ids[start:end] == list(reply.output_tokens):
-            yield start, end
+            yield start, end, reply

@@ -112,6 +112,13 @@ def _accuse(
     if not is_steady:
         return chart.unseen("reward", f"{text}; but the function varies from call to call")
     groups = {samples[i].prompt.row for i in wrong}
+    permuted = [row for row in groups if _is_permuted(row, samples, graded)]
+    if 2 * len(permuted) >= len(groups):
+        return chart.fault(
+            "reward",
+            f"{text}; they are the rewards of other samples of the same prompt",
+            change="keep each reward with the tokens that it was computed for",
+        )
     explained = [row for row in groups if _fits_another(row, samples, graded)]
     if 2 * len(explained) >= len(groups):
         return chart.fault(
@@ -136,6 +143,14 @@ def _fits_another(row: int, samples: Sequence[Sample], graded: Graded) -> bool:
         return False
     others = [rewards for number, rewards in graded.items() if number != row]
     return any(all(_same(samples[i].reward, given[i]) for i in group) for given in others)
+
+
+def _is_permuted(row: int, samples: Sequence[Sample], graded: Graded) -> bool:
+    """Whether this group has its own rewards, at least two different ones, in another order."""
+    group = [i for i, one in enumerate(samples) if one.prompt.row == row]
+    found = sorted(samples[i].reward for i in group)
+    expected = sorted(graded[row][i] for i in group)
+    return found[0] != found[-1] and all(map(_same, found, expected))
 
 
 def _grade(

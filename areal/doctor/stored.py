@@ -12,7 +12,7 @@ statistics alone are looked at. Nothing in the folder changes, and the run may b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -179,9 +179,11 @@ def _check_logprobs(
     if not _samples_plainly(config.gconfig):
         return chart.unseen("logits", "log-probabilities are of a cut or changed distribution")
     batch = concat_padded_tensors([_compared_part(one) for one in trajectories])
-    version = _known_version(recording, batch["versions"])
+    version = known_version(batch, recording.points)
     if version is None:
-        return chart.unseen("logits", "no recover point has the weights of a stored token")
+        why = "no recover point has the weights of a stored token: recover.keep keeps older ones"
+        chart.unseen("weights", why)
+        return chart.unseen("logits", why)
     agreements = _agreements(rehearsal, recording, batch, version)
     found = agreements[version]
     text = f"version {version}: {found}"
@@ -213,10 +215,16 @@ def _compared_part(trajectory: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {key: trajectory[key] for key in keys}
 
 
-def _known_version(recording: Recording, versions: torch.Tensor) -> int | None:
-    """The newest version of a token whose weights are known: those of version 0 are the model's."""
-    named = sorted(set(versions.flatten().tolist()), reverse=True)
-    return next((one for one in named if one == 0 or one - 1 in recording.points), None)
+def known_version(batch: Mapping[str, torch.Tensor], points: Container[int]) -> int | None:
+    """The newest version of a trained token whose weights are known: those of version 0 are the
+    model's, `points` are the steps of recover points."""
+    named = batch["versions"][_trained(batch)].unique().tolist()
+    return next((one for one in reversed(named) if one == 0 or one - 1 in points), None)
+
+
+def _trained(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Sampled tokens, without padding [B, S]."""
+    return batch["loss_mask"].bool() & batch["attention_mask"].bool()
 
 
 def _agreements(
@@ -225,8 +233,7 @@ def _agreements(
     """Of the tokens of `version`, with the weights of it and, if these do not fit, of older ones.
     The weights of `version` are loaded if they fit."""
     tolerance, engine = tolerance_of(recording.config), rehearsal.learner.engine
-    mask = batch["loss_mask"].bool() & batch["attention_mask"] & (batch["versions"] == version)
-    batch = {**batch, "loss_mask": mask}
+    batch = {**batch, "loss_mask": _trained(batch) & (batch["versions"] == version)}
     found = {0: compare_logprobs(engine, batch, tolerance)}  # nothing was loaded yet
     for older in range(version, 0, -1):
         if version in found and found[version].holds:

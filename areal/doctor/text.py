@@ -73,6 +73,12 @@ def _check_tokenizer(chart: Chart, config: PPOConfig, tokenizer: Any, texts: Seq
                 f"the model's own tokenizer: {row[:8]}, expected {expected[:8]}"
             )
             return chart.fault("tokenizer", found, change=change)
+    if own is not None and len(own) <= (vocab_size or 0) < len(tokenizer):
+        found = (
+            f"tokenizer_path {config.tokenizer_path} has {len(tokenizer)} tokens, {len(own)} are "
+            f"the model's own and {vocab_size} its vocabulary"
+        )
+        return chart.fault("tokenizer", found, change=change)
     beside = "no tokenizer is beside the model to compare with" if own is None else "as the model's"
     chart.ok("tokenizer", f"{len(texts)} texts have tokens within the vocabulary; {beside}")
 

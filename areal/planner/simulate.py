@@ -31,7 +31,8 @@ from areal.planner.plan import Plan, Setup
 from areal.planner.workload import Workload
 
 _MAX_SERVERS = 8  # simulated; more servers get a share of the prompts
-_MAX_SAMPLES = 60_000  # simulated in all
+_MAX_SAMPLES = 20_000  # simulated in all: about half a second
+_MAX_IN_FLIGHT = 60_000  # samples at a time: seconds to follow
 _RESTART_S = 60.0  # of a server that failed
 
 
@@ -60,6 +61,12 @@ class Spec:
         if count > _MAX_SERVERS:
             load = _fewer_prompts(load, max(1, round(load.prompts * _MAX_SERVERS / count)))
             count = _MAX_SERVERS
+        if (in_flight := load.in_flight * load.samples) > _MAX_IN_FLIGHT:
+            raise ValueError(
+                f"--simulate follows at most {_MAX_IN_FLIGHT:,} samples in flight, and of these "
+                f"{count} server(s) {in_flight:,} are: lower train_dataset.batch_size, "
+                "gconfig.n_samples, rollout.max_head_offpolicyness or max_concurrent_rollouts"
+            )
         device, rates = plan.device, (1.0, 1.0)
         if setup.takes_turns:
             rates = (0.0, 1.0)
@@ -219,8 +226,10 @@ class _Run:
         return self.spec.generates_at if self.training_s > 0 else 1.0
 
     def _training_rate(self) -> float:
+        if self.spec.trains_at == 1 or self.spec.generates_at == 0:
+            return 1.0
         busy = any(s.has_work and s.down_s <= 0 and s.stalled_s <= 0 for s in self.servers)
-        return self.spec.trains_at if busy and self.spec.generates_at > 0 else 1.0
+        return self.spec.trains_at if busy else 1.0
 
     # Time passes.
 
@@ -262,7 +271,8 @@ class _Run:
                 _, _, length, group = heapq.heappop(server.running)
                 group.tokens += length + self.spec.load.prompt
                 self._wait_for_environment(group)
-            self._fill(server)
+            if server.waiting:
+                self._fill(server)
         while self.waking and self.waking[0][0] <= self.now:
             _, _, group = heapq.heappop(self.waking)
             self._complete_sample(group)

@@ -117,6 +117,27 @@ BY_CONFIG = {
         "loss_mask",
         ["one token too early"],
     ),
+    "top_p of the workflow": (
+        ["workflow=sick_parts.NarrowWorkflow"],
+        "sampling",
+        ["top_p 0.5", "gconfig.top_p is 1"],
+    ),
+    "one seed for a group": (["workflow=sick_parts.OneSeed"], "sampling", ["share a seed"]),
+    "shifted log-probabilities": (
+        ["workflow=sick_parts.LateLogprobs"],
+        "tokens",
+        ["log-probabilities that no reply had"],
+    ),
+    "versions of other weights": (
+        ["workflow=sick_parts.NextVersion"],
+        "tokens",
+        ["weight versions that no reply had"],
+    ),
+    "reward of another sample": (
+        ["workflow=sick_parts.OtherSample"],
+        "reward",
+        ["rewards of other samples"],
+    ),
     "cut tokens": (["workflow=sick_parts.CutPrompt"], "tokens", ["no request"]),
     "reward of another row": (
         ["workflow=sick_parts.LateGrader"],
@@ -213,6 +234,16 @@ def test_a_template_without_generation_prompt_is_named(root, tmp_path):
     (model / "chat_template.jinja").write_text(template.partition("{%- if add_gen")[0])
     chart = doctor(root, f"actor.path={model}")
     accuses(chart, "template", "<|im_start|>assistant", "add_generation_prompt")
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_named(root, tmp_path):
+    tokenizer = build_char_tokenizer(tmp_path)
+    tokenizer.add_tokens(["<tool>"])
+    tokenizer.save_pretrained(tmp_path)
+    config = grpo_config(root, *SMALL, f"tokenizer_path={tmp_path}")
+    chart = Chart()
+    check_text(chart, config, load_hf_tokenizer(config.tokenizer_path), [])
+    accuses(chart, "tokenizer", f"has {len(tokenizer)} tokens", "tokenizer_path")
 
 
 def test_frozen_weights_are_named(root):

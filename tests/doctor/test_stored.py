@@ -7,10 +7,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from doctor.test_faults import SMALL
 from tiny_run import grpo_config, query
 
 from areal.cli.main import main
+from areal.doctor.stored import known_version
 from areal.run.database import RunDatabase
 from areal.run.paths import RunPaths
 from areal.trainer.experiment import load_datasets
@@ -59,6 +61,19 @@ def test_a_healthy_run_is_accused_of_nothing(root, capsys):
     assert {"tokens", "weights", "logits", "reward", "advantages", "loss_mask", "optimizer"} < seen
     (event,) = events(run)
     assert "version 1: engine and trainer agree" in event
+
+
+def test_weights_are_those_of_a_version_that_sampled_tokens_name():
+    batch = {
+        "attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]]),
+        "loss_mask": torch.tensor([[0, 0, 1, 1], [0, 0, 1, 0]]),
+        "versions": torch.tensor([[-1, -1, 8, 9], [-1, -1, 9, 0]]),  # 0: padding
+    }
+    assert known_version(batch, {7, 8}) == 9  # a step's recover point has the version after it
+    assert known_version(batch, {7}) == 8
+    assert known_version(batch, {10, 11}) is None
+    batch["versions"][0, 2] = 0
+    assert known_version(batch, {10, 11}) == 0
 
 
 def test_stale_servers_are_named_by_the_run_itself_and_by_its_folder(root, capsys, caplog):

@@ -108,3 +108,10 @@ def test_what_a_deepseek_v2_cannot_be(overrides, message):
 def test_what_a_qwen3_5_cannot_be(overrides, message):
     with pytest.raises(ValueError, match=message):
         args_of("qwen3_5_text", **overrides)
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "num_attention_heads", "num_hidden_layers"])
+@pytest.mark.parametrize("value", [0, -8, "64"])
+def test_sizes_must_be_positive_numbers(key, value):
+    with pytest.raises(ValueError, match=f"{key} {value!r}: expected a positive number"):
+        args_of("qwen2", **{key: value})

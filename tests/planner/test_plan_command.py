@@ -189,6 +189,10 @@ def test_an_offloaded_model_counts_while_it_is_on_the_device(project, capsys):
         (["run.yaml", "--device", "h200", "--length-spread", "9"], "between 0 and 3, got 9"),
         (["run.yaml", "--device", "h200", "--environment-seconds", "-1"], "must be 0 or more"),
         (["run.yaml", "--device", "h200", "--failures-per-hour", "nan"], "between 0 and 60"),
+        (
+            ["run.yaml", "train_dataset.batch_size=1000000", "--device", "h200", "--simulate"],
+            "--simulate follows at most 60,000 samples in flight",
+        ),
         (["run.yaml"], "--device: no known GPU is in this machine"),
         (["run.yaml", "actor.path=org/unknown", "--device", "h200"], "org/unknown"),
         (["run.yaml", "actor.path=./none", "--device", "h200"], "actor.path: folder"),

@@ -309,13 +309,13 @@ def share_of(args: DecoderArgs, num_ranks: int) -> DecoderArgs:
 def common_decoder_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of `DecoderArgs` whose config.json keys mean the same in every family."""
     _refuse_unsupported(hf)
-    heads = _required(hf, "num_attention_heads")
-    dim = _required(hf, "hidden_size")
+    heads = _size(hf, "num_attention_heads")
+    dim = _size(hf, "hidden_size")
     return {
         "model_type": _required(hf, "model_type"),
-        "vocab_size": _required(hf, "vocab_size"),
+        "vocab_size": _size(hf, "vocab_size"),
         "dim": dim,
-        "n_layers": _required(hf, "num_hidden_layers"),
+        "n_layers": _size(hf, "num_hidden_layers"),
         "n_heads": heads,
         "n_kv_heads": hf.get("num_key_value_heads") or heads,
         "head_dim": hf.get("head_dim") or dim // heads,
@@ -332,6 +332,13 @@ def _required(hf: Mapping[str, Any], key: str) -> Any:
     if hf.get(key) is None:
         raise ValueError(f"the model's config.json has no {key!r}: every decoder needs it")
     return hf[key]
+
+
+def _size(hf: Mapping[str, Any], key: str) -> int:
+    value = _required(hf, key)
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"the model's config.json has {key} {value!r}: expected a positive number")
+    return value
 
 
 def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
