@@ -5,8 +5,8 @@
 `areal dash` serves in a process of its own, as for a user. Times are of the page's own clock, from
 the request (first paint) or the change of the address (a view) to the moment it is drawn. Beside
 them stands the CPU time of a view in the server and in all processes of Chromium (mean of the laps,
-`_cpu`): on a machine that others use it says what a quiet one would need at most. Needs Playwright
-(`make test-browser` installs it into .venv-browser) and Chromium.
+`_cpu`), which other work on the machine stretches far less than the clock. Needs Playwright (`make
+test-browser` installs it into .venv-browser) and Chromium.
 """
 
 from __future__ import annotations

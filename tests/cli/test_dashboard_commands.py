@@ -57,6 +57,16 @@ def test_stories_in_text(run, capsys):
     assert json.loads(capsys.readouterr().out)["reward"] == 0.0
 
 
+def test_runs_of_several_folders_are_listed_once_each(run, tmp_path, capsys):
+    WrittenRun(tmp_path / "other" / "second", steps=1).finish()
+    assert main(["runs", str(run), str(tmp_path), str(tmp_path / "other"), "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)["runs"]
+    assert [one["name"] for one in listed] == ["math/first", "other/second"]
+    (tmp_path / "empty").mkdir()
+    assert main(["runs", str(tmp_path / "empty")]) == 2
+    assert "no run.db at most four levels below" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("option", "value", "error"),
     [
