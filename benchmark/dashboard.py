@@ -7,11 +7,12 @@ The median and the slowest of `--laps` answers per view, each with a new connect
 has it; no view should take 200 ms. Times are of the CPU, so a busy machine measures the same; the
 database lies in the page cache. `recorder_step` is what a run pays per step to keep samples.
 
-`--browser` also measures first paint and every view in Chromium, by the clock
-(dashboard_browser.py). `--demo` takes the run of `areal demo` and says which share of its time goes
-into what the dashboard shows: keeping the samples of each step, and timing episodes. Some steps of
-it are run again, and the last is recorded again, as it was. Both are seconds of the CPU, so that a
-busy machine measures the same share: of all processes of the run, and of the controller alone.
+`--browser` also measures first paint and every view in Chromium, by the clock and, of the views, in
+CPU time of server and browser together (dashboard_browser.py). `--demo` takes the run of `areal
+demo` and says which share of its time goes into what the dashboard shows: keeping the samples of
+each step, and timing episodes. Some steps of it are run again, and the last is recorded again, as
+it was. Both are seconds of the CPU, so that a busy machine measures the same share: of all
+processes of the run, and of the controller alone.
 """
 
 from __future__ import annotations
@@ -129,6 +130,9 @@ def measure(num_rows: int, num_samples: int, laps: int, *, browser: bool = False
                 views = {f"browser_{name}" for name in PLACES}
                 shown = [row.value for row in rows if row.name in views]
                 rows.append(Row("browser_slowest_view", max(shown), "ms"))
+                cpu = {f"{view}_cpu" for view in views}
+                spent = max(row.value for row in rows if row.name in cpu)
+                rows.append(Row("browser_slowest_view_cpu", spent, "ms"))
     return rows
 
 

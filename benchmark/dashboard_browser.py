@@ -3,12 +3,16 @@
     rows = in_browser(folder_of_runs, task=7, laps=5)
 
 `areal dash` serves in a process of its own, as for a user. Times are of the page's own clock, from
-the request (first paint) or the change of the address (a view) to the moment it is drawn. Needs
-Playwright (`make test-browser` installs it into .venv-browser) and Chromium.
+the request (first paint) or the change of the address (a view) to the moment it is drawn. Beside
+them stands the CPU time of a view in the server and in all processes of Chromium (mean of the laps,
+`_cpu`), which other work on the machine stretches far less than the clock. Needs Playwright (`make
+test-browser` installs it into .venv-browser) and Chromium.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
 import statistics
 import subprocess
@@ -17,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from report import Row
+
+from areal.utils.stacks import descendants
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / ".venv-browser"))
 
@@ -32,13 +38,22 @@ PLACES = {
     "curves": "curves",
     "config": "config",
 }
+# Waits without polling, which would count as CPU time of the view.
 _VISIT = """async (place) => {
   const main = document.getElementById("main");
   const view = place.split("?")[0];
   delete main.dataset.ready;
   const began = performance.now();
-  location.hash = "#" + place;
-  while (main.dataset.ready !== view) await new Promise(requestAnimationFrame);
+  await new Promise((resolve) => {
+    const observer = new MutationObserver(() => {
+      if (main.dataset.ready !== view) return;
+      observer.disconnect();
+      resolve();
+    });
+    observer.observe(main, { attributes: true });
+    location.hash = "#" + place;
+  });
+  await new Promise(requestAnimationFrame);
   return performance.now() - began;
 }"""
 _FIRST_PAINT = """async () => {
@@ -87,13 +102,27 @@ def _measure(browser: Any, link: str, task: int, laps: int) -> list[Row]:
     page.goto(link)
     page.evaluate(_FIRST_PAINT)
     for name, place in PLACES.items():
-        times = []
+        times, cpu_s = [], 0.0
         for _ in range(laps):
             page.evaluate(_VISIT, "config?run=0" if name != "config" else "prompts?run=0")
             query = "&" if "?" in place else "?"
+            began = _children_cpu_s()
             times.append(page.evaluate(_VISIT, f"{place.format(task=task)}{query}run=0"))
+            cpu_s += _children_cpu_s() - began
         rows += _rows(f"browser_{name}", times)
+        rows.append(Row(f"browser_{name}_cpu", 1000 * cpu_s / laps, "ms"))
     return rows
+
+
+def _children_cpu_s() -> float:
+    """CPU time so far of all living descendants: the server, Chromium, Playwright's driver."""
+    ticks = 0
+    for pid in descendants(os.getpid()):
+        with contextlib.suppress(OSError):  # it has ended
+            # The name, which may hold anything, ends with the last parenthesis.
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _rows(name: str, times: list[float]) -> list[Row]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from areal.cli.main import OVERRIDE
 
 if TYPE_CHECKING:
     from areal.evaluation.report import Summary
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from areal.evaluation.targets import Target
 
 ORACLE = "oracle"
-_OVERRIDE = re.compile(r"\+?[A-Za-z_][\w.]*=")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "targets",
         nargs="*",
         metavar="TARGET",
-        help="folder of a run or a model, hub name, or http://host:port of a server; then "
-        "key=value overrides, as for areal train",
+        help="folder of a run or a model, hub name, or http://host:port of a server; "
+        "key=value overrides, as for areal train, before or after the options",
     )
     parser.add_argument(
         "--suite", help="arithmetic, code, countdown, gsm8k, math, or a file of rows (JSON-lines)"
@@ -67,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", default="eval.db", metavar="FILE", help="database of the samples (eval.db)"
     )
     parser.add_argument("--json", metavar="FILE", help="write the numbers there")
+    parser.set_defaults(late_overrides=[])
 
 
 def run(args: argparse.Namespace) -> int:
@@ -106,8 +107,8 @@ def _read(args: argparse.Namespace) -> tuple[list[Target], Options]:
     from areal.evaluation.targets import ORACLE as ORACLE_TARGET
     from areal.evaluation.targets import find_targets
 
-    overrides = [text for text in args.targets if _OVERRIDE.match(text)]
-    names = [*(args.compare or ()), *(t for t in args.targets if not _OVERRIDE.match(t))]
+    overrides = [text for text in args.targets if OVERRIDE.match(text)] + args.late_overrides
+    names = [*(args.compare or ()), *(t for t in args.targets if not OVERRIDE.match(t))]
     for name, least in (("n", 1), ("limit", 1), ("seed", 0)):
         value = getattr(args, name)
         if value is not None and value < least:

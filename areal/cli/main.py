@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import select
 import signal
 import sys
@@ -51,6 +52,8 @@ COMMANDS = {
     "validate": "say what of areal's installation is missing, on this machine and a cluster",
     "env": "make the environment of a stock inference server or of a hub of environments",
 }
+
+OVERRIDE = re.compile(r"\+?[A-Za-z_][\w.]*=")
 
 
 class Parser(argparse.ArgumentParser):
@@ -101,6 +104,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     if asked is not None and asked not in COMMANDS:
         parser.error(_unknown_command(asked))
     args, unread = parser.parse_known_args(argv)
+    if hasattr(args, "late_overrides"):  # of a command that takes them after its options, too
+        args.late_overrides = [text for text in unread if OVERRIDE.match(text)]
+        unread = [text for text in unread if not OVERRIDE.match(text)]
     if unread:
         parser.error(f"unknown argument {unread[0]!r}{_override_hint(unread[0])}")
     return args

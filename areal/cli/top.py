@@ -34,7 +34,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         while True:
             shown, is_running = _picture(args.folder)
-            lines = [line + _CLEAR_LINE for line in shown.splitlines()]
+            # What does not fit would scroll the first lines away.
+            height = shutil.get_terminal_size((100, 40)).lines
+            lines = [line + _CLEAR_LINE for line in shown.splitlines()[:height]]
             sys.stdout.write(_HOME + "\r\n".join(lines) + _CLEAR_BELOW)
             sys.stdout.flush()
             if not is_running:

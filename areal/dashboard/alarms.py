@@ -16,6 +16,7 @@ from typing import Any
 
 from areal.dashboard.dialogues import DialogueIndex
 from areal.dashboard.reader import RunReader, StepRow
+from areal.dashboard.seconds import SERVER_SIZES, server_kind
 
 _MIN_STEPS = 20
 _WINDOW = 10  # steps that a rule averages over
@@ -151,11 +152,12 @@ def servers_replaced(rows: Sequence[StepRow], config: Mapping[str, Any]) -> Alar
     new = values[-1] - values[0] if values else 0
     if new < _RESTARTS:
         return None
+    cache = SERVER_SIZES[server_kind(config)]["cache"]
     return Alarm(
         "servers replaced",
         "alarm",
         f"{new:g} inference servers were replaced in the last {len(values)} steps",
-        "look at the end of logs/server*.log: out of memory is the usual cause (native.num_pages)",
+        f"look at the end of logs/server*.log: out of memory is the usual cause ({cache})",
     )
 
 

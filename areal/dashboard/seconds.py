@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 from areal.dashboard.reader import RunReader, StepRow
 
@@ -58,8 +59,7 @@ _EPISODE = {
     "first_token_s": (
         "waiting for the first token",
         True,
-        "requests queue at the servers: add servers, or raise native.max_running and "
-        "native.num_pages",
+        "requests queue at the servers: add servers, or raise {batch} and {cache}",
     ),
     "tool_s": (
         "tools",
@@ -70,7 +70,11 @@ _EPISODE = {
     "reward_s": ("rewards", True, "give the reward function more processes, or a faster one"),
 }
 _IDLE = {
-    "paused_s": ("paused", "generation was paused, as for a weight update between requests"),
+    "paused_s": (
+        "paused",
+        "generation is paused for weight updates: train more prompts per step, or send weights "
+        "another way (actor.weight_update_mode)",
+    ),
     "offloaded_s": (
         "lent to training",
         "give training and generation devices of their own (rollout.scheduling_strategy)",
@@ -90,6 +94,13 @@ _ELSEWHERE = (
     "episodes are in tools, rewards or their own code, or too few: raise "
     "rollout.max_concurrent_rollouts, or speed them up",
 )
+# Kind of server -> how many requests it computes at once, and its room for them.
+SERVER_SIZES = {
+    "native": {"batch": "native.max_running", "cache": "native.num_pages"},
+    "vllm": {"batch": "vllm.max_num_seqs", "cache": "vllm.gpu_memory_utilization"},
+    "sglang": {"batch": "sglang.max_running_requests", "cache": "sglang.mem_fraction_static"},
+}
+_UNKNOWN = "set perf_tracer.enabled=true and look at the servers' lanes in areal trace"
 _NEGLIGIBLE = 0.02  # share below which a loss is not worth a word
 
 
@@ -121,12 +132,18 @@ def time_by_cause(run: RunReader, last: int = 50) -> TimeByCause | None:
     if not rows:
         return None
     trainer = trainer_time(rows)
-    kind = str(run.config().get("rollout.backend", "native")).partition(":")[0]
+    kind = server_kind(run.config())
     busy = "generating" if kind == "native" else "requests in flight"
     servers = server_time([*([before] if before else []), *rows], busy)
-    rollout = rollout_time(run, rows)
+    rollout = rollout_time(run, rows, SERVER_SIZES[kind])
     verdicts = _verdicts(trainer, servers, rollout)
     return TimeByCause(rows[0].step, rows[-1].step, trainer, servers, rollout, verdicts)
+
+
+def server_kind(config: Mapping[str, Any]) -> str:
+    """A key of `SERVER_SIZES`."""
+    kind = str(config.get("rollout.backend")).partition(":")[0]
+    return kind if kind in SERVER_SIZES else "native"
 
 
 def trainer_time(rows: Sequence[StepRow]) -> list[Share]:
@@ -202,10 +219,11 @@ def _idle_parts(idle: float, spent: Mapping[str, float]) -> list[tuple[str, floa
     held = min(no_request, spent["rollout/idle_s"])
     parts += [(_HELD[0], held, True, _HELD[1])]
     parts += [(_ELSEWHERE[0], no_request - held, True, _ELSEWHERE[1])]
-    return [*parts, ("other", max(0.0, idle - known * scale), True, "")]
+    return [*parts, ("other", max(0.0, idle - known * scale), True, _UNKNOWN)]
 
 
-def rollout_time(run: RunReader, rows: Sequence[StepRow]) -> list[Share]:
+def rollout_time(run: RunReader, rows: Sequence[StepRow], sizes: Mapping[str, str]) -> list[Share]:
+    """`sizes`: the keys of `SERVER_SIZES` that the advice names."""
     # "+" keeps SQLite from the index of states: nearly all prompts are trained.
     running, waiting, num_prompts = run.query(
         """SELECT total(finished_at - issued_at), total(closed_at - finished_at), count(*)
@@ -218,14 +236,14 @@ def rollout_time(run: RunReader, rows: Sequence[StepRow]) -> list[Share]:
     advice = "prompts wait for the trainer: a lower rollout.max_head_offpolicyness trains fresher"
     return _shares(
         [
-            *_episode_parts(rows, running, num_prompts),
+            *_episode_parts(rows, running, num_prompts, sizes),
             ("finished, waiting for its step", waiting, True, advice),
         ]
     )
 
 
 def _episode_parts(
-    rows: Sequence[StepRow], running: float, num_prompts: int
+    rows: Sequence[StepRow], running: float, num_prompts: int, sizes: Mapping[str, str]
 ) -> list[tuple[str, float, bool, str]]:
     """`running` seconds of all prompts as their episodes spent theirs on average. A prompt runs
     until the last of its episodes has ended."""
@@ -235,7 +253,7 @@ def _episode_parts(
     whole = min(running, episode / count * num_prompts)
     scale = whole / episode if episode > 0 else 0.0
     parts = [
-        (cause, _total(rows, f"rollout/{name}")[0] * scale, is_loss, advice)
+        (cause, _total(rows, f"rollout/{name}")[0] * scale, is_loss, advice.format(**sizes))
         for name, (cause, is_loss, advice) in _EPISODE.items()
     ]
     parts = [part for part in parts if part[1] > 0]

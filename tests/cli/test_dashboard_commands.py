@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import re
+import struct
+import subprocess
+import sys
+import termios
 
 import pytest
 from dashboard_world import WrittenRun
@@ -51,6 +57,16 @@ def test_stories_in_text(run, capsys):
     assert json.loads(capsys.readouterr().out)["reward"] == 0.0
 
 
+def test_runs_of_several_folders_are_listed_once_each(run, tmp_path, capsys):
+    WrittenRun(tmp_path / "other" / "second", steps=1).finish()
+    assert main(["runs", str(run), str(tmp_path), str(tmp_path / "other"), "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)["runs"]
+    assert [one["name"] for one in listed] == ["math/first", "other/second"]
+    (tmp_path / "empty").mkdir()
+    assert main(["runs", str(tmp_path / "empty")]) == 2
+    assert "no run.db at most four levels below" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("option", "value", "error"),
     [
@@ -70,6 +86,33 @@ def test_one_picture_of_a_run(run, capsys):
     assert main(["top", str(run), "--once"]) == 0
     printed = capsys.readouterr().out
     assert "step 3/40" in printed and "Largest loss" in printed and "trained 6" in printed
+
+
+def in_terminal(rows: int, columns: int, *argv: str) -> str:
+    """What the program writes to a terminal of this size."""
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+    env = {key: value for key, value in os.environ.items() if key not in ("LINES", "COLUMNS")}
+    command = [sys.executable, "-m", "areal.cli.main", *argv]
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env) as program:
+        os.close(theirs)
+        written = b""
+        with contextlib.suppress(OSError):  # EIO: the program has closed it
+            while chunk := os.read(ours, 1 << 16):
+                written += chunk
+        os.close(ours)
+        assert program.wait() == 0
+    return written.decode()
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(12, 50), (60, 160)])
+def test_a_picture_fits_its_terminal(run, rows, columns):
+    written = in_terminal(rows, columns, "top", str(run))
+    drawn, after = written.split("\x1b[?1049h")[1].split("\x1b[?1049l")
+    lines = re.sub(r"\x1b\[\??\d*[A-Za-z]|\r", "", drawn).split("\n")
+    assert "step 3/40" in lines[0] and len(lines) <= rows
+    assert max(map(len, lines)) <= columns
+    assert "trained 6" in after and "Largest loss of the prompts" in after, "all of it, to scroll"
 
 
 def test_texts_of_a_run_do_not_reach_the_terminal_as_commands(tmp_path, capsys):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
-from dashboard_world import WrittenRun
+from dashboard_world import CONFIG, WrittenRun
 from hypothesis import given
 from hypothesis import strategies as st
 
+from areal.api.cli_args import NativeServerConfig, SGLangConfig, vLLMConfig
 from areal.dashboard.alarms import find_alarms
 from areal.dashboard.reader import RunReader, StepRow
 from areal.dashboard.seconds import server_time, time_by_cause, trainer_time
@@ -186,3 +188,35 @@ def test_the_rollouts_time_by_cause(tmp_path):
         }
     )
     assert "finished, waiting for its step, 67%" in found.verdicts[2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "section"),
+    [("native", NativeServerConfig), ("vllm", vLLMConfig), ("sglang", SGLangConfig)],
+)
+def test_advice_names_keys_of_the_servers_in_use(tmp_path, kind, section):
+    spent = {"rollout/episode_s": 4.0, "rollout/first_token_s": 4.0}
+    config = CONFIG.replace("rollout: {", f"rollout: {{backend: '{kind}:d1', ")
+    run = WrittenRun(tmp_path, steps=3, config=config)
+    for step in range(40):
+        stats = {"timeperf/step": 1.0, "server/restarts": float(step), **spent}
+        run.database.record_step(step, stats)
+    with run.database.transaction() as connection:
+        connection.execute(
+            "UPDATE tasks SET issued_at = 1, finished_at = 5, closed_at = 5 WHERE step IS NOT NULL"
+        )
+    run.close()
+    with RunReader(tmp_path) as reader:
+        found, alarms = time_by_cause(reader), find_alarms(reader)
+    assert found is not None
+    assert "waiting for the first token, 100%" in found.verdicts[-1]
+    (replaced,) = (alarm.advice for alarm in alarms if alarm.kind == "servers replaced")
+    for advice in (found.verdicts[-1], replaced):
+        keys = re.findall(r"\b(native|vllm|sglang)\.(\w+)", advice)
+        assert keys and all(of == kind and hasattr(section, key) for of, key in keys), keys
+
+
+def test_every_loss_says_what_to_change():
+    rows = [server_row(i, busy=1.0 * i, paused=2.0 * i, offloaded=1.0 * i) for i in range(3)]
+    for shares in (server_time(rows), trainer_time([StepRow(0, 1.0, {"timeperf/step": 1.0})])):
+        assert all(share.advice for share in shares if share.is_loss)
