@@ -264,6 +264,8 @@ def run_program(argv: list[str]) -> int:
     """`areal ...` or `python file.py ...`, in this process."""
     program, *args = argv
     _end_with_parent()
+    # A page's own modules must be found as for a user, not because this test has them on its path.
+    sys.path[:] = [entry for entry in sys.path if not entry.startswith(os.getcwd())]
     trains = (
         program == "python" or args[:1] in (["train"], ["demo"]) or args[:2] == ["launch", "ray"]
     )

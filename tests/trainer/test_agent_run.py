@@ -19,6 +19,8 @@ from areal.trainer.experiment import run_experiment
 from areal.utils import stats_tracker
 from areal.utils.tokenizer import load_hf_tokenizer
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 STEPS, BATCH, GROUP = 3, 4, 2
 SMALL = (
     f"total_train_steps={STEPS}",

@@ -1,0 +1,83 @@
+"""Children of a run that are forked from a process that has imported torch already.
+
+    pytestmark = pytest.mark.usefixtures("forked_children")    # in a module of tests
+
+Servers, ranks and rollout workers that this process starts are processes of their own as ever, with
+the same command, environment and open files, but do not spend seconds of a core on imports. For
+tests of what such processes compute. Tests that kill one, or look at how it starts or ends, start
+the real thing: here the parent's child is a small client (docs_client.py) that passes SIGINT and
+SIGTERM on, and whose end is that of the forked process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import runpy
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from docs_programs import Programs
+
+from areal.utils.die_with_parent import die_with
+
+FORKED = "AREAL_FORKED_CHILDREN"  # the stand-in for SGLang reads it
+WORKER = "areal.infra.worker"  # a rank or a rollout worker: see module_argv of child_process.py
+CLIENT = Path(__file__).with_name("docs_client.py")
+# Files that a child inherits keep their numbers, which must be free in the forked process.
+LEAST_NUMBER = 128
+
+
+@contextlib.contextmanager
+def fork_children() -> Iterator[None]:
+    """Until the end, this process starts servers and workers so, other programs as before."""
+    with contextlib.ExitStack() as stack:
+        programs = Programs(_run_python)
+        stack.callback(programs.close)
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="areal-forked-"))
+        program = Path(folder) / "python"
+        program.write_text(
+            "#!/bin/sh\n"
+            f'if [ "$1 $2 $3" = "-m areal.cli.main serve" ] || [ "$5" = {WORKER} ]; then\n'
+            f'exec "{sys.executable}" -I -S "{CLIENT}" "$@"\n'
+            "fi\n"
+            f'exec "{sys.executable}" "$@"\n'
+        )
+        program.chmod(0o755)
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        for name, value in {**programs.env, FORKED: "1"}.items():
+            patch.setenv(name, value)
+        patch.setattr(sys, "executable", str(program))
+        stack.enter_context(_numbers_from(LEAST_NUMBER))
+        yield
+
+
+@contextlib.contextmanager
+def _numbers_from(least: int) -> Iterator[None]:
+    """Files opened meanwhile have at least this number."""
+    taken = [os.open(os.devnull, os.O_RDONLY)]
+    while taken[-1] < least:
+        taken.append(os.open(os.devnull, os.O_RDONLY))
+    try:
+        yield
+    finally:
+        for number in taken:
+            os.close(number)
+
+
+def _run_python(argv: list[str]) -> int:
+    """`python` with `-P -c CODE ...`, `-m MODULE ...` or `FILE ...`, in the forked process."""
+    die_with(os.getppid())
+    if argv[0] == "-m":
+        sys.argv = argv[1:]
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+    elif argv[0].endswith(".py"):
+        sys.argv = argv
+        runpy.run_path(argv[0], run_name="__main__")
+    else:
+        sys.argv = argv[1:2] + argv[3:]
+        exec(compile(argv[2], "<string>", "exec"), {"__name__": "__main__"})
+    return 0
