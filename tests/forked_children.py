@@ -11,6 +11,7 @@ at how it starts or ends, start the real thing: here the parent's child is a sma
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import runpy
@@ -80,6 +81,14 @@ def _take_numbers() -> list[int]:
 def run_python(argv: list[str]) -> int:
     """`python` with `-P -c CODE ...`, `-m MODULE ...` or `FILE ...`, in the forked process."""
     die_with(os.getppid())
+    try:
+        _run_main(argv)
+    finally:
+        atexit._run_exitfuncs()  # an interpreter does so, the end of a forked process does not
+    return 0
+
+
+def _run_main(argv: list[str]) -> None:
     if argv[0] == "-m":
         sys.argv = argv[1:]
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
@@ -89,4 +98,3 @@ def run_python(argv: list[str]) -> int:
     else:
         sys.argv = argv[1:2] + argv[3:]
         exec(compile(argv[2], "<string>", "exec"), {"__name__": "__main__"})
-    return 0

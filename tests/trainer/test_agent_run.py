@@ -39,6 +39,7 @@ def test_an_agent_trains(tmp_path, mode, style):
         *SMALL,
         "rollout.max_head_offpolicyness=1",
         f"rollout.agent.mode={mode}",
+        "rollout.agent.subproc_max_workers=2",  # each imports the client of OpenAI
         f"rollout.agent.export_style={style}",
         "rollout.agent.turn_discount=0.5",
         "recover={mode: on, freq_steps: 1, keep: 9}",  # keeps trajectories
