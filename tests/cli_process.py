@@ -19,6 +19,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from fork_server import FORKS
+from forked_children import fork_children_of_this_process
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +121,7 @@ def _run(argv: list[str], cwd: str, out: str, err: str, env: dict[str, str], kin
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
+    fork_children_of_this_process()
     if kind == "file":
         sys.argv = argv
         sys.path.insert(0, str(Path(argv[0]).absolute().parent))

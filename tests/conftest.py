@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # Read by torch and its math libraries at import, also in the child processes a test starts.
@@ -32,3 +33,12 @@ settings.register_profile(
     "areal", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("areal")
+
+
+@pytest.fixture(scope="module")
+def forked_children():
+    """For a module's tests of what servers, ranks and workers compute: see forked_children.py."""
+    from forked_children import fork_children
+
+    with fork_children():
+        yield

@@ -4,7 +4,8 @@ programs = Programs(run)           # run(argv) -> exit code, in the forked proce
 env |= programs.env                # for docs_client.py, which a page's shell starts
 programs.close()
 
-client -> {"argv", "cwd", "env"} and its descriptors 0, 1 and 2 -> the forked process has them
+client -> {"argv", "cwd", "env", "files"} and its open files -> the forked process has them under
+                                                               the same numbers
        -> one byte per signal that it got                       -> sent on
        <- one byte, the exit code
 A client that ends before its command takes it along.
@@ -25,6 +26,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
 from fork_server import FORKS
+
+MAX_FILES = 32
 
 
 class Programs:
@@ -54,7 +57,7 @@ class Programs:
 
     def _serve(self, client: socket.socket) -> None:
         with client, contextlib.ExitStack() as stack:
-            head, descriptors, _, _ = socket.recv_fds(client, 8, 3)
+            head, descriptors, _, _ = socket.recv_fds(client, 8, MAX_FILES)
             streams = [stack.enter_context(Connection(number)) for number in descriptors]
             order = json.loads(client.recv(int.from_bytes(head, "big"), socket.MSG_WAITALL))
             process = FORKS.Process(target=_run_order, args=(self._run, order, streams))
@@ -75,13 +78,11 @@ def _pass_signals(client: socket.socket, process: BaseProcess) -> None:
 
 
 def _run_order(run: Callable[[list[str]], int], order: dict, streams: list[Connection]) -> None:
-    for target, stream in enumerate(streams):
-        os.dup2(stream.fileno(), target)
+    for number, stream in zip(order["files"], streams, strict=True):
+        os.dup2(stream.fileno(), number)
         stream.close()
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 (until the process ends)
     os.environ.clear()
     os.environ.update(order["env"])
     os.chdir(order["cwd"])
-    # A page's own modules must be found as for a user, not because this test has them on its path.
-    sys.path[:] = [entry for entry in sys.path if not entry.startswith(order["cwd"])]
     sys.exit(run(order["argv"]))

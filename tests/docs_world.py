@@ -7,9 +7,9 @@
 A block with `title="name"` is written to that file. Training is real but small: the `areal` and
 `python` of that folder call `run_program`, which adds overrides (few steps, few short samples) to
 any command that trains from a YAML file. It runs in a process forked from one that has imported
-torch; servers, launchers and `python -c` are started from nothing. `make` is a dry run: the target
-must exist. Only these are not run: `git clone`, `pip install`, and a block under a comment `not
-run: REASON`.
+torch, and so do its servers and workers; launchers, `areal serve` and `python -c` are started from
+nothing. `make` is a dry run: the target must exist. Only these are not run: `git clone`, `pip
+install`, and a block under a comment `not run: REASON`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from pathlib import Path
 
 import yaml
 from docs_programs import Programs
+from forked_children import FORKED, fork_children_of_this_process, run_python, write_program
 
 ROOT = Path(__file__).resolve().parents[1]
 CHECK_ONLY = "AREAL_DOCS_CHECK_ONLY"  # set: `areal train` becomes `areal check`
@@ -137,6 +138,9 @@ class World:
         shutil.copytree(ROOT / "examples", folder / "examples")
         _make_models(folder / "runs" / "demo")
         _make_programs(folder / ".venv" / "bin")
+        forked = folder / ".venv" / "forked"
+        forked.mkdir()
+        self._env[FORKED] = str(write_program(forked))
         self._env["PATH"] = f"{folder / '.venv' / 'bin'}{os.pathsep}{self._env['PATH']}"
 
     def run(self, block: Block) -> str:
@@ -262,8 +266,13 @@ def small_overrides(tree: dict) -> list[str]:
 
 def run_program(argv: list[str]) -> int:
     """`areal ...` or `python file.py ...`, in this process."""
+    if argv[0].startswith("-"):  # a server or worker of such a program
+        return run_python(argv)
     program, *args = argv
     _end_with_parent()
+    fork_children_of_this_process()
+    # A page's own modules must be found as for a user, not because this test has them on its path.
+    sys.path[:] = [entry for entry in sys.path if not entry.startswith(os.getcwd())]
     trains = (
         program == "python" or args[:1] in (["train"], ["demo"]) or args[:2] == ["launch", "ray"]
     )

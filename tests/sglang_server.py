@@ -51,17 +51,21 @@ SAMPLING = (
     "ignore_eos",
 )
 GROUP_TIMEOUT = timedelta(seconds=900)
+PYTHON = sys.executable
 
 
 def sglang_python(folder: Path) -> Path:
-    """A program to be called like a python with sglang in it."""
+    """A program to be called like a python with sglang in it; forked in a test that has the
+    fixture `forked_children`."""
     script = folder / "python"
     root = Path(__file__).resolve().parents[1]
+    client = Path(__file__).with_name("docs_client.py")
     script.write_text(
         "#!/bin/sh\n"
         '[ "$1 $2" = "-m sglang.launch_server" ] || exit 2\n'
         "shift 2\n"
-        f'PYTHONPATH="{root}" exec "{sys.executable}" "{__file__}" "$@"\n'
+        f'[ "$AREAL_FORKED_CHILDREN" ] && exec "{PYTHON}" -I -S "{client}" "{__file__}" "$@"\n'
+        f'PYTHONPATH="{root}" exec "{PYTHON}" "{__file__}" "$@"\n'
     )
     script.chmod(0o755)
     return script

@@ -29,6 +29,8 @@ from tiny_run import query
 
 from areal.cli.demo import SFT_RECIPE, make_model, recipe_path
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 DOCS = ROOT / "docs"
 PPO = "examples/multi_turn_math/arithmetic_ppo.yaml"
 PLAIN = f"{GRPO} actor.optimizer.lr"

@@ -27,6 +27,8 @@ from areal.engine.remote.sglang import SGLangProtocol, launch_sglang_server
 from areal.openai.parsing.formats import TOOL_FORMATS
 from areal.openai.parsing.parser import fold
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 TOKENIZER = byte_tokenizer()
 FUNCTION = {"name": "add", "parameters": {"type": "object"}}
 BODIES = {

@@ -3,6 +3,7 @@ protocol, which shows neither its weights nor its layers."""
 
 from __future__ import annotations
 
+import pytest
 from doctor.test_faults import SMALL, accuses, opened
 from sglang_server import sglang_python
 from tiny_run import overrides
@@ -10,6 +11,8 @@ from tiny_run import overrides
 from areal.cli.demo import recipe_path
 from areal.cli.main import main
 from areal.doctor.live import examine
+
+pytestmark = pytest.mark.usefixtures("forked_children")
 
 
 def test_a_config_with_a_native_server_is_healthy(tmp_path, capsys):

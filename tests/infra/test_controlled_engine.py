@@ -17,6 +17,8 @@ from areal.engine.train.archon import ArchonEngine
 from areal.infra.scheduler.local import LocalScheduler
 from areal.infra.train_controller import TrainController
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 ARCHON = "areal.engine.train.archon.ArchonEngine"
 
 

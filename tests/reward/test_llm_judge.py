@@ -19,6 +19,8 @@ from areal.reward import AsyncRewardWrapper, get_reward_fn
 from areal.reward.llm_judge import LLMJudge, llm_judge_reward_fn, score_of
 from areal.sandbox.pool import RewardError
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 
 @contextmanager
 def serving(reply, status=200):

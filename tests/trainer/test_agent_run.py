@@ -19,6 +19,8 @@ from areal.trainer.experiment import run_experiment
 from areal.utils import stats_tracker
 from areal.utils.tokenizer import load_hf_tokenizer
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 STEPS, BATCH, GROUP = 3, 4, 2
 SMALL = (
     f"total_train_steps={STEPS}",
@@ -37,6 +39,7 @@ def test_an_agent_trains(tmp_path, mode, style):
         *SMALL,
         "rollout.max_head_offpolicyness=1",
         f"rollout.agent.mode={mode}",
+        "rollout.agent.subproc_max_workers=2",  # each imports the client of OpenAI
         f"rollout.agent.export_style={style}",
         "rollout.agent.turn_discount=0.5",
         "recover={mode: on, freq_steps: 1, keep: 9}",  # keeps trajectories

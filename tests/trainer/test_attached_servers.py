@@ -14,6 +14,8 @@ from areal.engine.remote.sglang import launch_sglang_server
 from areal.run.paths import RunPaths
 from areal.trainer.servers import TOKEN_VARIABLE, open_inference
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 TOKEN = "token-of-these-servers"
 
 

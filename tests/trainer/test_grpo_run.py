@@ -18,6 +18,8 @@ from areal.run.paths import RunPaths
 from areal.trainer.experiment import run_experiment
 from areal.utils.perf_tracer import read_trace
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 STEPS, BATCH = 6, 8
 
 

@@ -19,7 +19,7 @@ from areal.utils.addresses import bind
 SECRET = "a secret of the test"
 QUESTION = [{"role": "user", "content": "2+2="}]
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_children")]
 
 
 class Client(threading.Thread):

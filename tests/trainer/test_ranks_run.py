@@ -20,7 +20,7 @@ from areal.run.recover import newest_step
 from areal.trainer.experiment import TRAINERS, run_experiment
 from areal.utils.stacks import descendants
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_children")]
 
 IN_PROCESS = "actor.weight_update_mode=direct"
 ON_POLICY = ("rollout.max_head_offpolicyness=0", "total_train_steps=3", "actor.ppo_n_minibatches=2")

@@ -8,6 +8,8 @@ from tiny_run import grpo_config, query
 from areal.run.paths import RunPaths
 from areal.trainer.experiment import run_experiment
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 
 @pytest.mark.slow
 def test_workers_give_the_trajectories_of_the_controller(tmp_path):

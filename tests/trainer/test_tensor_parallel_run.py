@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from tiny_run import grpo_config, query
 
 from areal.run.paths import RunPaths
 from areal.trainer.experiment import run_experiment
+
+pytestmark = pytest.mark.usefixtures("forked_children")
 
 
 def test_a_run_with_two_ranks(tmp_path):

@@ -16,7 +16,7 @@ from areal.run.paths import RunPaths
 from areal.trainer.experiment import run_experiment
 from areal.utils.perf_tracer import read_trace
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_children")]
 
 IN_TURNS = "rollout.scheduling_strategy={type: colocation, target: actor}"
 ON_POLICY = (

@@ -23,6 +23,8 @@ from areal.engine.native.server import create_app
 from areal.engine.remote.native import NativeRemoteEngine, launch_native_server
 from areal.weight_sync.transports import PublicationRoot
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 TOKEN = "token-of-this-run"
 LORA = {"use_lora": True, "lora_rank": 4, "lora_alpha": 8.0}
 PROMPT = [5, 7, 9, 11, 2]

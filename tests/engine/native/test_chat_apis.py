@@ -21,6 +21,8 @@ from areal.engine.native.server import create_app
 from areal.engine.remote.native import launch_native_server
 from areal.openai.apis import CHAT_APIS
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 TOKEN = "token-of-this-run"
 MODEL = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 2048}
 HELLO = [{"role": "user", "content": "Grüße, how are you?"}]

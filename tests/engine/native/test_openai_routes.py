@@ -28,6 +28,8 @@ from areal.openai.prompts import chat_prompt_ids
 from areal.openai.requests import parse_chat
 from areal.weight_sync.publication import publish
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 TOKEN = "token-of-this-run"
 HELLO = [{"role": "user", "content": "Grüße, how are you?"}]
 SAMPLING = {"max_tokens": 24, "seed": 7, "extra_body": {"ignore_eos": True}}

@@ -18,6 +18,8 @@ from areal.engine.remote.native import NativeRemoteEngine, launch_native_server
 from areal.models.common.attention import PackedAttention
 from areal.models.common.moe import recorded_experts
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 SHAPE = {"num_experts": 6, "num_experts_per_tok": 3, "mlp_only_layers": [0]}
 OPTIONS = {"page_size": 4, "num_pages": 100, "max_running": 8}
 TOKEN = "token-of-this-run"

@@ -18,6 +18,8 @@ from areal.engine.remote.native import NativeRemoteEngine, launch_native_server
 from areal.models.common.layer_trace import trace_layers
 from areal.weight_sync.bucket import checksum_of
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 TOKEN = "token-of-this-run"
 ROWS = [[5, 7, 9, 11, 3], [2], [4, 4, 4], [60, 1, 33, 8]]
 

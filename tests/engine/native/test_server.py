@@ -21,6 +21,8 @@ from areal.engine.remote.server_control import ControlClient, ServerError, Serve
 from areal.utils.addresses import bind
 from areal.weight_sync.publication import publish
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 TOKEN = "token-of-this-run"
 
 

@@ -23,6 +23,8 @@ from tiny_tokenizer import VOCAB_SIZE, write_byte_tokenizer
 
 from areal.engine.remote.native import launch_native_server
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 NUM_EXAMPLES = int(os.environ.get("AREAL_FUZZ_EXAMPLES", "5"))  # of each route
 TOKEN = "token-of-this-run"
 OPTIONS = {"max_new_tokens": 2, "temperature": 0.5, "stop": ["a"], "seed": 1, "top_k": 3}

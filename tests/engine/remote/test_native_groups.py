@@ -16,6 +16,8 @@ from areal.engine.native.wire import Reply
 from areal.engine.remote.native import NativeRemoteEngine, launch_native_server
 from areal.engine.remote.server_control import ServerError
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 TOKEN = "token-of-this-run"
 
 

@@ -32,6 +32,8 @@ from areal.engine.remote.server_control import ControlClient, ServerRefusedError
 from areal.engine.remote.sglang import SGLangProtocol, launch_sglang_server
 from areal.weight_sync.transports import PublicationRoot
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 TOKEN = "token-of-this-run"
 ADAPTERS = ("rollout.backend=sglang:d1", "actor.use_lora=true", "rollout.use_lora=true")
 FLEET = ("rollout.backend=sglang:d2", "rollout.workers=2", "actor.backend=fsdp:d2")
