@@ -4,7 +4,8 @@
 
 A start is timed until `Session.start` returns, cold and from a pool that has
 sessions ready. The session imports what calls need after that: `first_result` is timed
-until a line of Python has run in a session that was not there before. Then `--at-once` sessions are open together, and each runs a line.
+until a line of Python has run in a session that was not there before. Then
+`--at-once` sessions are open together, and each runs a line.
 """
 
 from __future__ import annotations

@@ -248,6 +248,8 @@ def _drawn_together(episodes: Episodes) -> str:
     independent draws would not be."""
     replies: dict[tuple[int, ...], list[ModelResponse]] = {}
     for request, reply in episodes.calls:
+        if request.gconfig.greedy:
+            return ""  # nothing is drawn
         replies.setdefault(tuple(request.input_ids), []).append(reply)
     chance = 0.0  # log-probability that all later replies repeat the first
     for same_prompt in replies.values():
