@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from adapter_models import ATTENTION, MLP, adapter_tensors, merged_model
 from tiny import tiny_model
 
 from areal.api.config.inference import GenerationHyperparameters
@@ -14,7 +15,6 @@ from areal.engine.native.cuda.runner import CudaRunner
 from areal.engine.native.engine import NativeEngine
 from areal.engine.native.sequence import GenRequest
 from areal.models.common.attention import PackedAttention
-from areal.models.lora_merge import merged_weight
 
 pytestmark = pytest.mark.gpu
 
@@ -29,30 +29,6 @@ SHAPE = {
     "max_position_embeddings": 1024,
     "initializer_range": 0.06,
 }
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-
-def adapter_tensors(model, seed: int, rank: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator("cuda").manual_seed(seed)
-    tensors = {}
-    for name, shape in model.hf_shapes().items():
-        layer = name.removesuffix(".weight")
-        if layer.rpartition(".")[2] in TARGETS:
-            for matrix, size in (("A", (rank, shape[1])), ("B", (shape[0], rank))):
-                drawn = torch.randn(size, generator=generator, device="cuda")
-                tensors[f"{layer}.lora_{matrix}.weight"] = 0.05 * drawn
-    return tensors
-
-
-def merged_model(model, tensors, alpha):
-    merged = copy.deepcopy(model)
-    for name, a_RD in tensors.items():
-        layer, is_a, _ = name.partition(".lora_A")
-        if is_a:
-            weight = model.get_parameter(model.adapter.from_hf_name(f"{layer}.weight"))
-            b_NR = tensors[f"{layer}.lora_B.weight"]
-            merged.load_hf_tensor(f"{layer}.weight", merged_weight(weight, a_RD, b_NR, alpha))
-    return merged
 
 
 @torch.no_grad()
@@ -73,7 +49,7 @@ def test_rows_have_their_own_adapters(num_requests, drafts):
     assert isinstance(engine._runner, CudaRunner)
     models = {"": plain}
     for number, rank in enumerate((4, 16, 40, 8, 64, 1)):
-        tensors = adapter_tensors(plain, number, rank)
+        tensors = adapter_tensors(plain, number, rank, *ATTENTION, *MLP, scale=0.05)
         alpha, name = 2.0 * rank, f"adapter-{number}"
         adapter = read_adapter(engine.model, tensors.items(), alpha=alpha)
         engine.adapters.add(name, adapter)

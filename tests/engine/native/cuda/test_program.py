@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from adapter_models import ATTENTION, MLP, adapter_tensors, merged_model
 from eager_runner import EagerRunner
 from tiny import tiny_model
 from tiny_tokenizer import EOS, byte_tokenizer
@@ -229,34 +230,6 @@ def test_logprobs_equal_a_full_forward(make_engine, family, num_requests, shape)
         assert len(out.output_tokens) == request.gconfig.max_new_tokens
         expected = full_forward_logprobs(engine.model, request.input_ids, out.output_tokens, 0.8)
         assert out.output_logprobs == pytest.approx(expected, abs=1e-4)
-
-
-def adapter_tensors(model, seed: int, rank: int, *targets: str) -> dict[str, torch.Tensor]:
-    """Under their names in peft's files, for layers whose name ends so."""
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for name, shape in model.hf_shapes().items():
-        layer = name.removesuffix(".weight")
-        if layer.rpartition(".")[2] in targets and ".experts." not in layer:
-            a_RD, b_NR = (rank, shape[1]), (shape[0], rank)
-            tensors[f"{layer}.lora_A.weight"] = 0.3 * torch.randn(a_RD, generator=generator)
-            tensors[f"{layer}.lora_B.weight"] = 0.3 * torch.randn(b_NR, generator=generator)
-    return tensors
-
-
-def merged_model(model, tensors: dict[str, torch.Tensor], alpha: float):
-    """A copy of the plain model with the adapter in its weights."""
-    copied = copy.deepcopy(model)
-    for name, a_RD in tensors.items():
-        layer, is_a, _ = name.partition(".lora_A")
-        if is_a:
-            weight = model.get_parameter(model.adapter.from_hf_name(f"{layer}.weight"))
-            low = tensors[f"{layer}.lora_B.weight"].double() @ a_RD.double() * (alpha / len(a_RD))
-            copied.load_hf_tensor(f"{layer}.weight", (weight.cpu().double() + low).float())
-    return copied
-
-
-ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in divide")  # rows of padding
