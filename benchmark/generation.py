@@ -5,14 +5,13 @@
 Random weights in the shapes of Qwen2.5 1.5B and 7B, of Qwen3 30B-A3B (128 experts), of Gemma 3 1B
 and of Qwen3.5 0.8B (whose steps also read and write states), bfloat16 (rows of `_fp8`: weights and
 cache in FP8), temperature 1, the log-probability of every sampled token returned, time from the
-first request to the last token (prefill included). The limit
-of a row counts the bytes and operations its steps cannot avoid, at the copy bandwidth and the
-matrix rate measured in the same run; rows choose their experts evenly, and only chosen ones are
-read. `1.5b_group_tail` also says which share of the time the device had nothing to do,
-`1.5b_http_ratio` compares the same work through the server (its client in a process of its own),
-`1.5b_update_stall_ms` is how long generation stands still for new weights (which FP8 quantizes
-meanwhile), `1.5b_turns_128x6` goes through dialogues, whose beginnings are in the cache,
-`1.5b_invariant_ratio` is the speed of batch-invariant numerics over the usual ones.
+first request to the last token (prefill included). The limit of a row counts the bytes and
+operations its steps cannot avoid, at the copy bandwidth and the matrix rate measured in the same
+run; rows choose their experts evenly, and only chosen ones are read. `1.5b_group_tail` also says
+which share of the time the device had nothing to do, `1.5b_http_ratio` compares the same work
+through the server (its client in a process of its own), `1.5b_update_stall_ms` how long it stands
+still for new weights (which FP8 quantizes), `1.5b_turns_128x6` goes through dialogues that begin in
+the cache, `1.5b_invariant_ratio` the speed of batch-invariant numerics over the usual ones.
 """
 
 from __future__ import annotations
@@ -134,6 +133,7 @@ SHAPES = {
 }
 FP8_SUFFIX = "_fp8"  # of a shape whose weights and cache are FP8
 _TOKEN_VARIABLE = "AREAL_BENCHMARK_TOKEN"
+Requests = list[tuple[list[int], int]]  # prompt, and length of the output
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +159,8 @@ class Load:
         drawn = (rng.lognormvariate(-0.5, 1.0) * self.num_out for _ in range(self.num_requests))
         return [max(16, min(int(x), 8 * self.num_out)) for x in drawn]
 
-    def requests(self, num_out: int | None = None) -> list[tuple[list[int], int]]:
-        """(prompt, output length); the samples of a prompt stand together."""
+    def requests(self, num_out: int | None = None) -> Requests:
+        """The samples of a prompt stand together."""
         rng = random.Random(1)
         prompts = [
             [rng.randrange(1000, 100_000) for _ in range(self.num_in)] for _ in range(self.prompts)
@@ -310,9 +310,7 @@ def warm_up(engine: NativeEngine, load: Load) -> None:
     engine.load_weights(engine.model.named_hf_tensors(), engine.version + 1, recompute_kv=True)
 
 
-def generate(
-    engine: NativeEngine, requests: list[tuple[list[int], int]], adapters: Sequence[str] = ("",)
-) -> float:
+def generate(engine: NativeEngine, requests: Requests, adapters: Sequence[str] = ("",)) -> float:
     """Seconds until all have their tokens."""
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -321,10 +319,9 @@ def generate(
 
 
 def run(
-    engine: NativeEngine, requests: list[tuple[list[int], int]], adapters: Sequence[str] = ("",)
+    engine: NativeEngine, requests: Requests, adapters: Sequence[str] = ("",)
 ) -> list[Finished]:
-    """The results in the order they ended; the `rid` is the index of the request. Each has the next
-    of the adapters."""
+    """In the order they ended; `rid` is the index of the request, which has the next adapter."""
     for i, (prompt, length) in enumerate(requests):
         options = request_options(length).new(lora_name=adapters[i % len(adapters)])
         engine.add(GenRequest(str(i), prompt, options))
