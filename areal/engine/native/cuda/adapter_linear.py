@@ -159,13 +159,13 @@ def _shrink_kernel(
         row = tl.load(row_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M))
         is_row = (row < T)[:, None]
         rank, column = tl.arange(0, RANK), tl.arange(0, BLOCK)
-        x_ptr += row.to(tl.int64)[:, None] * D + column[None, :]
-        a_ptr += (matrix.to(tl.int64) * RANK + rank)[:, None] * D + column[None, :]
+        x_tile_ptr = x_ptr + row.to(tl.int64)[:, None] * D + column[None, :]
+        a_tile_ptr = a_ptr + (matrix.to(tl.int64) * RANK + rank)[:, None] * D + column[None, :]
         sums = tl.zeros([BLOCK_M, RANK], tl.float32)
         for start in range(piece * PIECE, tl.minimum(piece * PIECE + PIECE, D), BLOCK):
             inside = (start + column < D)[None, :]
-            x = tl.load(x_ptr + start, is_row & inside, 0.0)
-            a = tl.load(a_ptr + start, inside, 0.0)
+            x = tl.load(x_tile_ptr + start, is_row & inside, 0.0)
+            a = tl.load(a_tile_ptr + start, inside, 0.0)
             sums = tl.dot(x, tl.trans(a), sums, input_precision="ieee")
         place = (piece * T + row.to(tl.int64)) * PARTS + part
         tl.store(low_ptr + place[:, None] * RANK + rank[None, :], sums, is_row)
@@ -193,10 +193,10 @@ def _expand_kernel(
         inside = output < end
         b_row = adapter.to(tl.int64) * N + output
         b = tl.load(b_ptr + b_row[:, None] * RANK + rank[None, :], inside[:, None], 0.0)
-        low_ptr += (row * PARTS + part)[:, None] * RANK + rank[None, :]
+        low_tile_ptr = low_ptr + (row * PARTS + part)[:, None] * RANK + rank[None, :]
         sums = tl.zeros([BLOCK_M, RANK], tl.float32)
         for piece in range(PIECES):
-            sums += tl.load(low_ptr + piece * (T * PARTS * RANK), is_row, 0.0)
+            sums += tl.load(low_tile_ptr + piece * (T * PARTS * RANK), is_row, 0.0)
         y = tl.dot(sums.to(dtype), tl.trans(b), input_precision="ieee") * scale
         place = out_ptr + row[:, None] * N + output[None, :]
         written = is_row & inside[None, :]
