@@ -32,7 +32,7 @@ import torch
 
 from areal.api.io_struct import WeightUpdateMeta
 from areal.engine.remote.protocol import NamedBucket, ServerProtocol
-from areal.engine.remote.server_control import ControlClient, ServerError
+from areal.engine.remote.server_control import ControlClient, ServerError, ServerRefusedError
 from areal.engine.remote.server_pool import ServerPool
 from areal.utils import logging
 from areal.utils.device import best_device, device_identity
@@ -49,6 +49,7 @@ NamedTensors = Iterable[tuple[str, torch.Tensor]]
 T = TypeVar("T")
 
 _THREAD = "weight-group"
+_GROUP_BROKE = 502  # of a native server: see its module
 _POLL_S = 0.005
 _OFFER_S = 0.1  # between two looks whether a server that joins is given up
 _NAMING_S = 2.0  # timeout of the probe for the server that broke the group
@@ -271,19 +272,23 @@ class _Calls:
         """Result of `act` once all calls have finished. Server errors take precedence over its."""
         try:
             result = act()
+            for future in self._futures.values():
+                future.result()
+            return result
         except GroupError as err:
             raise self._who_broke(err) from err
-        for future in self._futures.values():
-            future.result()
-        return result
+        except ServerRefusedError as err:  # a member may find out first that another is gone
+            if err.status == _GROUP_BROKE:
+                raise self._who_broke(err) from err
+            raise
 
-    def _who_broke(self, err: GroupError) -> RuntimeError:
+    def _who_broke(self, err: GroupError | ServerRefusedError) -> RuntimeError:
         """The error, with the servers that do not answer, or their errors."""
         silent, said = [], []
         for control, future in self._futures.items():
             if not control.is_there(_NAMING_S):
                 silent.append(f"{control.kind} {control.address}")
-            if future.done() and (fault := future.exception()):
+            if future.done() and (fault := future.exception()) and fault is not err:
                 said.append(str(fault))
         found = f"; no answer from {', '.join(silent)}" if silent else ""
         return RuntimeError("; ".join([f"{err}{found}", *said]))
