@@ -10,7 +10,7 @@ of the kernel (perf) is inherited at each fork, and keeps what an ended process 
 A program that its user may run but not read sheds the counter, so this is a lower bound: callers
 take the larger of it and of what /proc shows.
 
-Standard library only: `session_init` loads it inside of a session.
+Standard library only: `session_calls` imports it inside of a session.
 """
 
 from __future__ import annotations

@@ -129,8 +129,8 @@ class ServedModel:
 
 def takes_adapters(config: PPOConfig) -> bool:
     """Whether the servers get adapters alone: by `rollout.use_lora`, and native ones on the CPU of
-    this machine in any case. On a GPU merged weights are loaded in milliseconds, and generate
-    faster than with adapters beside them.
+    this machine in any case. On a GPU merged weights are loaded in milliseconds, and a step has no
+    products beside theirs.
     """
     rollout = config.rollout
     is_here = not config.scheduler.by_ray and not rollout.api_url

@@ -38,6 +38,7 @@ from areal.utils.model_files import weight_files
 LIVE = 0  # the number of requests that name no adapter
 _KEPT_VERSIONS = 2  # besides those that requests still use
 _ROW_MULTIPLE = 16  # see torch_runner.py
+_MAX_KERNEL_RANK = 128  # one tile of the kernels (cuda/adapter_linear.py)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,8 +134,11 @@ class AdapterBank:
 
     def takes(self, adapter: Adapter, weights: frozenset[int] | None) -> bool:
         """Whether it can be computed by row: of plain linear layers, all on this rank, and among
-        `weights` (identities; None: any)."""
+        `weights`, those that have kernels (identities; None: any, of any rank)."""
         modules = [self._module(layer) for layer in adapter.matrices]
+        rank = max((len(a_RD) for a_RD, _ in adapter.matrices.values()), default=0)
+        if weights is not None and rank > _MAX_KERNEL_RANK:
+            return False
         is_plain = self._model.share is None and not self._model.has_fp8_cache
         return is_plain and all(
             isinstance(module, nn.Linear)

@@ -302,7 +302,7 @@ class NativeEngine:
         if self.is_merged or not self.adapters.takes(adapter, self._adapted_weights):
             raise ValueError(
                 "lora_name: named adapters are not served over several ranks, for experts, in FP8, "
-                "batch-invariant on a GPU, or beside a merged one; make a model by areal merge"
+                "batch-invariant or above rank 128 on a GPU, beside a merged one: see areal merge"
             )
         self.adapters.add(name, adapter)
 

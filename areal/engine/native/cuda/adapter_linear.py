@@ -117,7 +117,7 @@ def shrink(x_TD: torch.Tensor, stack: AdapterStack, blocks: Blocks) -> torch.Ten
         BLOCK=_BLOCK,
         OVERLAP=OVERLAP,
         num_warps=4,
-        num_stages=3,
+        num_stages=3 if rank <= 64 else 2,
         launch_pdl=OVERLAP,
     )  # fmt: skip
     return low_STPR

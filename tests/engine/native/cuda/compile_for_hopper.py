@@ -174,7 +174,7 @@ def main() -> None:
 
 
 def some_adapter(model: Decoder) -> Adapter:
-    layer, rank = "model.layers.0.self_attn.q_proj", 8
+    layer, rank = "model.layers.0.self_attn.q_proj", 128
     num_outputs, dim = model.hf_shapes()[f"{layer}.weight"]
     matrices = {
         f"{layer}.lora_A.weight": (rank, dim),

@@ -299,6 +299,10 @@ def test_adapters_come_change_and_go_between_requests(make_engine):
         ask("mine", merged_model(plain, tensors, 1.0))
         engine.remove_adapter("mine")
     ask("", model)
+    tensors = adapter_tensors(plain, 7, 129, "q_proj")  # more than a tile of the kernels
+    with pytest.raises(ValueError, match="has to be merged here"):
+        engine.load_adapter(tensors.items(), 3, alpha=4.0, name="run", recompute_kv=True)
+    ask("", model)
     weights = [(name, tensor.clone()) for name, tensor in plain.named_hf_tensors()]
     engine.load_weights(weights, 3, recompute_kv=True)  # whole weights have no adapter
     ask("", plain)
