@@ -22,7 +22,7 @@ from areal.engine.native.adapters import LIVE, Adapter, AdapterBank
 from areal.engine.native.cuda.adapter_linear import MIN_RANK, AdapterRows, AdapterStack
 from areal.engine.native.cuda.linear import Projection
 
-_MIN_PLACES = 4
+_MIN_NAMED = 4  # places of named adapters, beside that of the live one
 
 
 class DeviceAdapters:
@@ -36,7 +36,7 @@ class DeviceAdapters:
         }
         self._stacks: dict[int, AdapterStack] = {}
         self._places = {LIVE: LIVE}  # by number
-        self._num_places, self._rank = _MIN_PLACES, MIN_RANK
+        self._num_places, self._rank = 1 + _MIN_NAMED, MIN_RANK
         self._held: dict[int, Adapter] = {}  # by number, as written
         self.generation = 1
 
@@ -77,7 +77,8 @@ class DeviceAdapters:
         used = {id(self._site(layer)[0]): self._site(layer)[0] for layer in layers}
         ranks = [len(a_RD) for adapter in adapters for a_RD, _ in adapter.matrices.values()]
         rank = max([self._rank, *(1 << (rank - 1).bit_length() for rank in ranks)])
-        places = max(self._num_places, 1 << max(self._places.values()).bit_length())
+        last = max(self._places.values())
+        places = max(self._num_places, 1 + (1 << (last - 1).bit_length()) if last else 0)
         if (rank, places) == (self._rank, self._num_places) and used.keys() <= self._stacks.keys():
             return False
         self._rank, self._num_places = rank, places

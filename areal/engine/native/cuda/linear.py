@@ -58,22 +58,27 @@ class Products:
     adapters: AdapterRows | None = None  # those of the rows, if there are any
 
     def project(self, x_TD: torch.Tensor | Fp8Rows, projection: Projection) -> torch.Tensor:
-        weight, bias = projection.weight, projection.bias
-        if isinstance(weight, Fp8Weight):
-            return self._fp8_project(_quantized(x_TD), weight, bias)
+        if isinstance(projection.weight, Fp8Weight):
+            return self._fp8_project(_quantized(x_TD), projection.weight, projection.bias)
         assert not isinstance(x_TD, Fp8Rows), "rows are quantized for FP8 weights only"
         if projection.linears and isinstance(projection.linears[0], SummedLinear):
             return projection.linears[0](x_TD)  # sums over the ranks
-        if self.by == "cublas":
-            out = F.linear(x_TD, weight, bias)
-        else:
-            out = x_TD.new_empty(len(x_TD), len(weight))
-            if self.by == "skinny":
-                skinny_linear(x_TD, weight, bias, out, self.space)
-            else:
-                small_linear(x_TD, weight, bias, out)
+        out = self._product(x_TD, projection)
         if self.adapters is not None:
             self.adapters.add(id(projection), x_TD, out)
+        return out
+
+    def _product(self, x_TD: torch.Tensor, projection: Projection) -> torch.Tensor:
+        """Without adapters."""
+        weight, bias = projection.weight, projection.bias
+        assert isinstance(weight, torch.Tensor), "FP8 weights have products of their own"
+        if self.by == "cublas":
+            return F.linear(x_TD, weight, bias)
+        out = x_TD.new_empty(len(x_TD), len(weight))
+        if self.by == "skinny":
+            skinny_linear(x_TD, weight, bias, out, self.space)
+        else:
+            small_linear(x_TD, weight, bias, out)
         return out
 
     def gate_up(
@@ -81,7 +86,11 @@ class Products:
     ) -> torch.Tensor | Fp8Rows:
         """activation(x W1') * (x W3'), W1 above W3 in one weight."""
         weight = projection.weight
-        if self.by == "cublas" or self.adapters is not None:
+        if self.adapters is not None and id(projection) in self.adapters.stacks:
+            assert isinstance(x_TD, torch.Tensor), "FP8 weights have no adapters beside them"
+            gate_up_T2F = self._product(x_TD, projection)
+            return self.adapters.add_and_gate(id(projection), x_TD, gate_up_T2F, activation)
+        if self.by == "cublas":
             gate_up_T2F = self.project(x_TD, projection)
             if isinstance(weight, Fp8Weight):
                 return gate_mul_fp8(gate_up_T2F, activation)

@@ -299,17 +299,18 @@ class DeviceProgram:
         attend = self._with_blocks(attend, positions, lengths, pages_CP, chunks)
         rows = Rows(rows_3T[0], rows_3T[1], rows_3T[2])
         rows = self._with_images(rows, positions, chunks)
-        rows = self._with_adapters(rows, np.repeat([chunk.adapter for chunk in chunks], lengths))
+        rows = self._with_adapters(rows, np.array([c.adapter for c in chunks]), lengths)
         if self._states is not None:
             spans = [chunk.states for chunk in chunks]
             rows = replace(rows, recur=self._states.prefill(lengths, spans, upload))
         return rows, attend, upload(first_row[1:] - 1)
 
-    def _with_adapters(self, rows: Rows, numbers: np.ndarray) -> Rows:
+    def _with_adapters(self, rows: Rows, numbers: np.ndarray, lengths: np.ndarray) -> Rows:
+        """`numbers`: of the chunks' adapters."""
         self.adapters.sync()
         if not self.adapters.are_among(numbers):
             return rows
-        place_T = self.slots.upload(self.adapters.places_of(numbers))
+        place_T = self.slots.upload(np.repeat(self.adapters.places_of(numbers), lengths))
         return replace(rows, adapters=self.adapters.rows(place_T))
 
     def _with_images(self, rows: Rows, positions: np.ndarray, chunks: list[Chunk]) -> Rows:

@@ -233,6 +233,8 @@ class CudaRunner:
             self.stream.synchronize()  # they may still run
             _drop_adapted(self._graphs)
             _drop_adapted(self._draft_graphs)
+            if not (self._graphs or self._draft_graphs):
+                self._pool = None  # a pool ends with its last graph
             self._generation = generation
         return generation if is_adapted else 0
 

@@ -174,13 +174,13 @@ def main() -> None:
 
 
 def some_adapter(model: Decoder) -> Adapter:
-    layer, rank = "model.layers.0.self_attn.q_proj", 128
-    num_outputs, dim = model.hf_shapes()[f"{layer}.weight"]
-    matrices = {
-        f"{layer}.lora_A.weight": (rank, dim),
-        f"{layer}.lora_B.weight": (num_outputs, rank),
-    }
-    tensors = [(name, torch.zeros(shape)) for name, shape in matrices.items()]
+    rank, tensors = 128, []
+    for layer in ("model.layers.0.self_attn.q_proj", "model.layers.0.mlp.gate_proj"):
+        num_outputs, dim = model.hf_shapes()[f"{layer}.weight"]
+        tensors += [
+            (f"{layer}.lora_A.weight", torch.zeros(rank, dim)),
+            (f"{layer}.lora_B.weight", torch.zeros(num_outputs, rank)),
+        ]
     return read_adapter(model, tensors, alpha=1.0)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+import torch.nn.functional as F
 
 from areal.engine.native.cuda.adapter_linear import AdapterRows, AdapterStack
 
@@ -13,10 +16,37 @@ from areal.engine.native.cuda.adapter_linear import AdapterRows, AdapterStack
     [
         (48, (40,), 16, 5),  # one part, less than a tile
         (160, (130, 24, 24), 16, 40),  # three parts, of which one has a tail
-        (1100, (64, 64), 32, 20),  # D in pieces
+        (2100, (64, 64), 32, 20),  # D in pieces
+        (1100, (40,), 16, 4100),  # so many rows that D is not cut
     ],
 )
 def test_each_row_gets_the_product_of_its_adapter(dim, outputs, rank, num_rows, dtype, device):
+    rows, x_TD, out_TN, expected = adapted_rows(dim, outputs, rank, num_rows, dtype, device)
+    rows.add(7, x_TD, out_TN)
+    tolerance = 1e-4 if dtype == torch.float32 else 0.1
+    torch.testing.assert_close(out_TN.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize(
+    ("dim", "width", "num_rows"), [(48, 40, 5), (600, 130, 40), (40, 24, 4100)]
+)
+def test_gates_and_ups_are_changed_before_they_meet(
+    dim, width, num_rows, activation, dtype, device
+):
+    work = adapted_rows(dim, (width, width), 16, num_rows, dtype, device)
+    rows, x_TD, gate_up_T2F, expected = work
+    out_TF = rows.add_and_gate(7, x_TD, gate_up_T2F, activation)
+    gate, up = expected.chunk(2, dim=1)
+    activate = F.silu if activation == "silu" else partial(F.gelu, approximate="tanh")
+    tolerance = 1e-4 if dtype == torch.float32 else 0.1
+    torch.testing.assert_close(
+        out_TF.double(), activate(gate) * up, rtol=tolerance, atol=2 * tolerance
+    )
+
+
+def adapted_rows(dim, outputs, rank, num_rows, dtype, device):
+    """Rows with adapters at projection 7, x, outputs before them, and after them (float64)."""
     generator = torch.Generator().manual_seed(dim)
 
     def new(*shape: int) -> torch.Tensor:
@@ -38,9 +68,7 @@ def test_each_row_gets_the_product_of_its_adapter(dim, outputs, rank, num_rows, 
                 rows = adapter_T == adapter
                 expected[rows, start : start + width] += low[rows]
             start += width
-    AdapterRows.of(adapter_T, num_adapters, {7: stack}).add(7, x_TD, out_TN)
-    tolerance = 1e-4 if dtype == torch.float32 else 0.1
-    torch.testing.assert_close(out_TN.double(), expected, rtol=tolerance, atol=tolerance)
+    return AdapterRows.of(adapter_T, num_adapters, {7: stack}), x_TD, out_TN, expected
 
 
 def test_a_smaller_rank_over_a_larger_one_leaves_nothing(device):

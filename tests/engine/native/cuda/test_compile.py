@@ -49,7 +49,11 @@ def test_kernels_compile_for_an_h200(tmp_path):
     for model in models:
         assert dense <= set(kernels[model]), model
         assert experts & set(kernels[model]) == (experts if model == "experts" else set()), model
-    assert set(kernels["adapters"]) == {"_shrink_kernel", "_expand_kernel"}
+    assert set(kernels["adapters"]) == {
+        "_shrink_kernel",
+        "_expand_kernel",
+        "_expand_gate_kernel",
+    }
     assert kernels["fp8_training"].count("_weight_kernel") == 2  # as it is and transposed
     named = {"_quantize_kernel", "_gate_kernel", "_gate_grad_kernel", "_transpose_kernel"}
     assert named <= set(kernels["fp8_training"])
