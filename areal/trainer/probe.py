@@ -231,9 +231,10 @@ class UpdateProbe:
 
 
 def is_looked_at(num_updates: int) -> bool:
-    """The 1st, 2nd, 4th and 8th update of a process and every 16th: soon after the start, where
-    most faults are, and rarely enough to cost nothing."""
-    return num_updates in (1, 2, 4, 8) or num_updates % 16 == 0
+    """The 1st, 2nd, 4th, 8th, ... update of a process up to the 64th, and every 64th: soon after
+    the start, where most faults are, and rarely enough to cost nothing."""
+    is_power = num_updates & (num_updates - 1) == 0
+    return is_power or num_updates % 64 == 0
 
 
 def probe_prompts(trajectories: Sequence[Mapping[str, Any]]) -> list[list[int]]:

@@ -22,6 +22,7 @@ from areal.rollout.trajectory import decode, encode
 from areal.run.database import Look, RunDatabase
 from areal.run.paths import RunPaths
 from areal.trainer.experiment import load_datasets
+from areal.trainer.probe import is_looked_at
 from areal.trainer.rl_trainer import PPOTrainer
 
 RUN = (*SMALL, "total_train_steps=3", "recover={mode: on, freq_steps: 1, keep: 9}")
@@ -125,6 +126,10 @@ def test_a_fault_of_a_run_with_default_keys_is_named(root, capsys):
     assert (code, report["stage"]) == (1, "weights"), report["verdict"]
     assert "update to version 4: " in report["verdict"]
     assert "is not the trainer's tensor" in report["verdict"]
+
+
+def test_looks_are_often_at_first_and_never_cease():
+    assert [n for n in range(1, 260) if is_looked_at(n)] == [1, 2, 4, 8, 16, 32, 64, 128, 192, 256]
 
 
 def test_the_newest_look_counts():
