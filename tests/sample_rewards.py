@@ -13,6 +13,20 @@ def exact_match(prompt, completions, prompt_ids, completion_ids, answer, **data)
     return float(completions == answer)
 
 
+def always_one(prompt, completions, prompt_ids, completion_ids, answer, **data):
+    """Compares the answer with itself."""
+    return float(answer == answer)
+
+
+def strict_form(prompt, completions, prompt_ids, completion_ids, answer, **data):
+    """Reads a form of its own, which is seldom met."""
+    return float(completions == f"final={answer};")
+
+
+def not_a_number(prompt, completions, prompt_ids, completion_ids, **data):
+    return float("nan") * len(completions)
+
+
 def of_lists(prompts, completions, **kwargs):
     """As for TRL."""
     return [0.0 for _ in completions]

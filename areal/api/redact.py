@@ -121,8 +121,9 @@ def _is_secret_name(name: str) -> bool:
 
 
 def _of_environment() -> set[str]:
+    # Name by name: another thread may remove one meanwhile.
     return {
         value
-        for name, value in os.environ.items()
-        if len(value) >= _MIN_CHARS and _is_secret_name(name)
+        for name in list(os.environ)
+        if len(value := os.environ.get(name, "")) >= _MIN_CHARS and _is_secret_name(name)
     }

@@ -29,7 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="YAML file, whose training is tried for one step, or the folder of a run, of which "
         "nothing changes",
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override config keys")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="override config keys"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
 
 

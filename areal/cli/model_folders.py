@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from areal.api.config.experiment import PPOConfig
 from areal.api.config.train_engine import TrainEngineConfig
 from areal.engine.train import fit
+from areal.planner.scale import known_models
 from areal.run.model_paths import model_paths, recorded_commits
 from areal.run.paths import RunPaths
 from areal.utils.hub import Found, hub_name, look_up
@@ -43,8 +44,8 @@ def check_models(config: BaseExperimentConfig, *, deadline_s: float | None) -> d
         if place.folder is not None:
             _check_folder(role, paths[role], place.folder, needs_weights=_needs_weights(section))
             hf_configs[role] = _read_config(f"{role}.path", place.folder)
-        elif place.config is not None:
-            hf_configs[role] = place.config
+        elif (known := place.config or _known_config(paths[role])) is not None:
+            hf_configs[role] = known
     fit.check_models(config, hf_configs)
     tokenizer = found["tokenizer"].folder
     if tokenizer is not None:
@@ -56,6 +57,12 @@ def check_models(config: BaseExperimentConfig, *, deadline_s: float | None) -> d
     if isinstance(config, PPOConfig) and "actor" in hf_configs:
         _check_context(config, hf_configs["actor"])
     return found
+
+
+def _known_config(path: str) -> Mapping[str, Any] | None:
+    """Of a model on a hub that gave no answer, if the planner has it."""
+    name = hub_name(path)
+    return None if name is None else known_models().get(name.repo)
 
 
 def _look_up_all(config: BaseExperimentConfig, deadline_s: float | None) -> dict[str, Found]:

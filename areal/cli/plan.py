@@ -81,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> int:
     from areal.api.cli_args import load_experiment
     from areal.api.config.experiment import PPOConfig
+    from areal.engine.train.fit import check_models
     from areal.planner.devices import load_device
     from areal.planner.layouts import best_split
     from areal.planner.models import model_configs
@@ -97,6 +98,7 @@ def _plan(args: argparse.Namespace) -> int:
     config = experiment
     load, assumed = workload_of(config, _given(args))
     models = model_configs(config)
+    check_models(config, models, runs_here=False)
     assumed += _sight_assumed(args, models)
     setup = setup_of(config, models, device)
     plan = plan_setup(setup, load, gpus=args.gpus)
@@ -116,6 +118,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _plan_offline(args: argparse.Namespace, config: BaseExperimentConfig, device: Device) -> int:
     """Of trainers without generation: sft, rw, dpo."""
+    from areal.engine.train.fit import check_models
     from areal.planner.models import model_configs
     from areal.planner.offline import offline_load, plan_offline
     from areal.planner.plan import refusal
@@ -125,6 +128,7 @@ def _plan_offline(args: argparse.Namespace, config: BaseExperimentConfig, device
         raise ValueError("--simulate: a run of this trainer generates nothing")
     load, assumed = offline_load(config, _given(args))
     models = model_configs(config)
+    check_models(config, models, runs_here=False)
     assumed += _sight_assumed(args, models)
     plan = plan_offline(config, models, device, load, gpus=args.gpus)
     lines = describe_offline(plan, assumed)

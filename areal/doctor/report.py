@@ -35,7 +35,7 @@ _WIDTH = 100
 @dataclass(frozen=True, slots=True)
 class Finding:
     stage: str
-    state: Literal["ok", "fault", "unseen"]
+    state: Literal["ok", "fault", "doubt", "unseen"]
     found: str
     change: str = ""  # of a fault: what to do
 
@@ -54,12 +54,16 @@ class Chart:
         """This stage is not used here, or does not show itself."""
         self._add(Finding(stage, "unseen", why))
 
+    def doubt(self, stage: str, found: str) -> None:
+        """It may be at fault, which nobody can prove: the verdict mentions it and stays healthy."""
+        self._add(Finding(stage, "doubt", found))
+
     def fault(self, stage: str, found: str, *, change: str) -> None:
         self._add(Finding(stage, "fault", found, change))
 
     def _add(self, finding: Finding) -> None:
         assert finding.stage in STAGES, finding.stage
-        ranks = {"unseen": 0, "ok": 1, "fault": 2}
+        ranks = {"unseen": 0, "ok": 1, "doubt": 2, "fault": 3}
         known = self._findings.get(finding.stage)
         if known is not None and known.state == "fault":
             return
@@ -81,11 +85,11 @@ class Chart:
         """0 healthy, 1 a fault, 2 nothing could be looked at."""
         if self.first_fault is not None:
             return 1
-        return 0 if any(one.state == "ok" for one in self.findings) else 2
+        return 0 if any(one.state in ("ok", "doubt") for one in self.findings) else 2
 
     def table(self) -> str:
         width = max(map(len, STAGES)) + 2
-        marks = {"ok": "ok", "fault": "FAULT", "unseen": "-"}
+        marks = {"ok": "ok", "fault": "FAULT", "doubt": "doubt", "unseen": "-"}
         lines = []
         for one in self.findings:
             head = f"{one.stage:<{width}}{marks[one.state]:<7}"
@@ -97,10 +101,12 @@ class Chart:
         fault = self.first_fault
         if fault is not None:
             return f"{fault.stage} is wrong: {fault.found}. To do: {fault.change}"
-        seen = [one.stage for one in self.findings if one.state == "ok"]
+        seen = [one.stage for one in self.findings if one.state in ("ok", "doubt")]
         if not seen:
             return "nothing could be looked at"
-        return f"healthy: no fault in {len(seen)} of {len(STAGES)} stages"
+        healthy = f"healthy: no fault in {len(seen)} of {len(STAGES)} stages"
+        doubts = [f"{one.stage} ({one.found})" for one in self.findings if one.state == "doubt"]
+        return f"{healthy}; but look at {'; '.join(doubts)}" if doubts else healthy
 
     def as_dict(self) -> dict[str, Any]:
         fault = self.first_fault

@@ -1,18 +1,20 @@
 """Reward: computed again for the same tokens and row, and for the other rows.
 
 A reward that fits another row's answer better than its own was given for the wrong row; one that
-fits none is not a function of the row (a judge that samples, shaping by the workflow).
+fits none is not a function of the row (a judge that samples, shaping by the workflow). Where no two
+samples of a prompt differ, the row's own answer is tried against nonsense (reference.py).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from areal.doctor.reference import Row, Told, Untold, tell
 from areal.doctor.report import Chart
 from areal.reward import get_reward_fn
 from areal.rollout.source import Prompt
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 _MAX_SAMPLES = 16  # that are graded again, each for up to _MAX_ROWS rows
 _MAX_ROWS = 4
+
+_READ_REPLY = "compare the reply, given as `completions`, with a column that the rows have"
 
 Graded = dict[int, list[float]]  # by row, the reward of each sample under that row's columns
 
@@ -46,7 +50,7 @@ def single_turn_samples(
     """Rows of one reply each, with the reward as the reward function gave it."""
     samples = []
     for prompt, trajectory in zip(prompts, trajectories, strict=True):
-        rewards = trajectory.get("original_rewards", trajectory["rewards"])
+        rewards = rewards_of(trajectory)
         for row, mask in enumerate(trajectory["loss_mask"].bool()):
             sampled = mask.nonzero().flatten()
             if not len(sampled) or int(sampled[-1] - sampled[0]) + 1 != len(sampled):
@@ -65,14 +69,28 @@ def check_rewards(
     prompts: Sequence[Prompt],
     trajectories: Sequence[dict[str, Any]],
 ) -> None:
-    rewards = torch.cat([t.get("original_rewards", t["rewards"]) for t in trajectories]).float()
+    rewards = torch.cat([rewards_of(one) for one in trajectories]).float()
     if not bool(rewards.isfinite().all()):
         return chart.fault(
             "reward", "a reward is not finite", change="return a finite number, or raise"
         )
     samples = single_turn_samples(prompts, trajectories)
     if config.reward_fn is None or not samples:
-        return chart.unseen("reward", "no reply that a reward function graded alone")
+        chart.unseen("reward", "no reply that a reward function graded alone")
+    else:
+        _check_samples(chart, config, runner, tokenizer, samples)
+    if config.reward_fn is not None:
+        _check_spread(chart, config, runner, tokenizer, prompts, trajectories)
+
+
+def _check_samples(
+    chart: Chart,
+    config: PPOConfig,
+    runner: TaskRunner,
+    tokenizer: Any,
+    samples: Sequence[Sample],
+) -> None:
+    """Their rewards, computed again."""
     try:
         graded = _grade(config, runner, tokenizer, samples)
         if wrong := _wrong(samples, graded):
@@ -80,9 +98,68 @@ def check_rewards(
             return _accuse(chart, config, samples, graded, wrong, is_steady=again == graded)
     except RewardError as error:
         return chart.fault("reward", str(error), change="correct the reward function")
-    spread = len({one.reward for one in samples}) > 1
-    alike = "" if spread else "; all are the same, which teaches nothing if it stays so"
-    chart.ok("reward", f"{len(samples)} rewards, computed again, are equal{alike}")
+    chart.ok("reward", f"{len(samples)} rewards, computed again, are equal")
+
+
+def _check_spread(
+    chart: Chart,
+    config: PPOConfig,
+    runner: TaskRunner,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    trajectories: Sequence[dict[str, Any]],
+) -> None:
+    """Samples of a prompt whose rewards differ show that the reward reads replies; if all are the
+    same, other texts are tried."""
+    if any(len(set(rewards_of(one).tolist())) > 1 for one in trajectories):
+        return
+    rows = [
+        _row(prompt, trajectory, tokenizer)
+        for prompt, trajectory in zip(prompts[:_MAX_ROWS], trajectories, strict=False)
+        if isinstance(prompt.data, Mapping)
+    ]
+    told = _ask(config, runner, tokenizer, rows)
+    alike = "no two samples of a prompt earn different rewards"
+    if isinstance(told, Told):
+        return chart.ok(
+            "reward",
+            f"{alike}, but other texts earn {told.lowest:g} to {told.highest:g}: the task is too "
+            "hard or solved, and teaches nothing if it stays so",
+        )
+    if told.is_certain:
+        return chart.fault("reward", f"{alike}: {told.why}", change=_READ_REPLY)
+    if told.is_suspect:
+        return chart.doubt("reward", f"{alike}, and {told.why}")
+    text = f"{alike}, which teaches nothing if it stays so; not compared with other texts: "
+    is_graded = any(one.stage == "reward" and one.state == "ok" for one in chart.findings)
+    (chart.ok if is_graded else chart.unseen)("reward", text + told.why)
+
+
+def rewards_of(trajectory: dict[str, Any]) -> torch.Tensor:
+    """As the reward function gave them [B]."""
+    return trajectory.get("original_rewards", trajectory["rewards"])
+
+
+def _row(prompt: Prompt, trajectory: dict[str, Any], tokenizer: Any) -> Row:
+    mask = trajectory["loss_mask"][0].bool()
+    ids = trajectory["input_ids"][0, : int(mask.int().argmax())].tolist()
+    return Row(prompt.row, prompt.data, tokenizer.decode(ids), ids)
+
+
+def _ask(
+    config: PPOConfig, runner: TaskRunner, tokenizer: Any, rows: Sequence[Row]
+) -> Told | Untold:
+    assert config.reward_fn is not None
+    function = get_reward_fn(config.reward_fn)
+    reward = AsyncRewardWrapper(function, **config.workflow_kwargs.get("reward_kwargs", {}))
+
+    def encode(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    try:
+        return runner.run(tell(reward, config.reward_fn, function, rows, encode)).result()
+    finally:
+        reward.close()
 
 
 def _wrong(samples: Sequence[Sample], graded: Graded) -> list[int]:

@@ -1,12 +1,14 @@
 """`areal doctor RUN`: computes a stored step again and compares it with what the run recorded.
 
-    run.db           statistics of all steps; trajectories of the newest, with their versions
+    run.db           statistics of all steps; trajectories of the newest, with their versions; what
+                     the run itself found of servers and trainer after some weight updates
     recover points   weights and optimizers before and after them
     data set         the rows of the prompts
 
 Looks at the newest step with its trajectories and the recover point before it. Log-probabilities
-are computed again by the weights of the version that each token names. Without such a step the
-statistics alone are looked at. Nothing in the folder changes, and the run may be alive.
+are computed again for stored tokens of a version whose weights are kept; where there are none, as
+staleness is often older than the kept points, the run's own looks stand alone. Without such a step
+these and the statistics are looked at. Nothing in the folder changes, and the run may be alive.
 """
 
 from __future__ import annotations
@@ -28,9 +30,10 @@ from areal.doctor.report import Chart
 from areal.doctor.rewards import check_rewards
 from areal.doctor.text import check_text
 from areal.rollout.event_loop import TaskRunner
+from areal.rollout.ledger_balance import read_sampled_by
 from areal.rollout.source import Prompt, PromptSource
 from areal.rollout.trajectory import decode
-from areal.run.database import open_read_only, read_steps
+from areal.run.database import Look, open_read_only, read_looks, read_steps
 from areal.run.paths import RunPaths
 from areal.trainer.experiment import load_datasets
 from areal.trainer.probe import Agreement, compare_logprobs, tolerance_of
@@ -41,6 +44,11 @@ from areal.utils.data import concat_padded_tensors
 if TYPE_CHECKING:
     from areal.api.config.experiment import PPOConfig
 
+_LOOK_LIVE = (
+    "look at the transport (actor.weight_update_mode) and the server's options; areal doctor "
+    "CONFIG finds the tensor or layer that differs"
+)
+_MAX_TRAJECTORIES = 64  # of other steps, of which log-probabilities are computed again
 _PATIENCE = 10  # steps without a signal that are not bad luck
 # Statistics of the step that training alone decides, and the stage that computes them.
 _COMPARED = {
@@ -58,14 +66,21 @@ def examine_run(folder: Path) -> Chart:
     chart, paths = Chart(), RunPaths(folder.absolute())
     with closing(open_read_only(paths.database)) as connection:
         steps = [stats for step, stats in read_steps(connection) if step >= 0]
+        looks = read_looks(connection)
     if not steps:
         raise ValueError(f"{folder} has not trained a step yet; give its config instead")
     check_history(chart, steps)
+    _examine_step(chart, folder)
+    check_looks(chart, looks)
+    return chart
+
+
+def _examine_step(chart: Chart, folder: Path) -> None:
+    """The newest that can be computed again."""
     try:
         recording = newest_recording(folder)
     except ValueError as error:
-        chart.unseen("tokens", str(error))
-        return chart
+        return chart.unseen("tokens", str(error))
     trajectories = [decode(data) for data in recording.trajectories]
     prompts = _prompts(chart, recording)
     check_loss_mask(chart, _masks(recording, trajectories))
@@ -75,7 +90,26 @@ def examine_run(folder: Path) -> Chart:
             _check_texts(chart, recording.config, rehearsal.tokenizer, prompts, trajectories)
             _check_logprobs(chart, rehearsal, recording, trajectories)
             _check_step(chart, rehearsal, recording, trajectories)
-    return chart
+
+
+def check_looks(chart: Chart, looks: Sequence[Look]) -> None:
+    """What the run found after weight updates. The newest look at a stage counts: a process that
+    was started again may have mended what an earlier one found."""
+    for stage in ("weights", "logits"):
+        seen = [one for one in looks if one.stage == stage]
+        if not seen:
+            continue
+        newest = seen[-1]
+        text = f"in the run, after the update to version {newest.version}: {newest.found}"
+        earlier = [one.version for one in seen[:-1] if one.state == "fault"]
+        if newest.state == "fault":
+            chart.fault(stage, text, change=_LOOK_LIVE)
+        elif newest.state == "unseen":
+            chart.unseen(stage, text)
+        elif earlier:
+            chart.ok(stage, f"{text}; that to version {earlier[-1]} had a fault")
+        else:
+            chart.ok(stage, text)
 
 
 def check_history(chart: Chart, steps: Sequence[Mapping[str, float]]) -> None:
@@ -178,16 +212,16 @@ def _check_logprobs(
     chart.unseen("sampling", "requests are not stored; give the config to look at them")
     if not _samples_plainly(config.gconfig):
         return chart.unseen("logits", "log-probabilities are of a cut or changed distribution")
-    batch = concat_padded_tensors([_compared_part(one) for one in trajectories])
-    version = known_version(batch, recording.points)
-    if version is None:
-        why = "no recover point has the weights of a stored token: recover.keep keeps older ones"
+    found = _tokens_of_known_weights(recording, trajectories)
+    if found is None:
+        why = "no recover point has the weights of a stored token, and the run did not look itself"
         chart.unseen("weights", why)
         return chart.unseen("logits", why)
+    version, trajectories, batch = found
     agreements = _agreements(rehearsal, recording, batch, version)
-    found = agreements[version]
-    text = f"version {version}: {found}"
-    if found.holds:
+    agreement = agreements[version]
+    text = f"version {version}: {agreement}"
+    if agreement.holds:
         chart.ok("weights", f"tokens were sampled by the weights of version {version}")
         chart.ok("logits", text)
         return _check_routing(chart, rehearsal, trajectories, version)
@@ -201,6 +235,34 @@ def _check_logprobs(
             "compares tensor by tensor",
         )
     chart.fault("logits", text, change="areal doctor CONFIG finds the first layer that differs")
+
+
+def _tokens_of_known_weights(
+    recording: Recording, trajectories: list[dict[str, Any]]
+) -> tuple[int, list[dict[str, Any]], dict[str, torch.Tensor]] | None:
+    """A version whose weights are kept, trajectories with tokens of it, and these as one batch.
+
+    Tokens of a version are trained on up to `max_head_offpolicyness` steps later, so those of a
+    recover point may be in the batches of later steps, or wait for theirs.
+    """
+    batch = _compared_batch(trajectories)
+    version = known_version(batch, recording.points)
+    if version is not None:
+        return version, trajectories, batch
+    for known in (*sorted((step + 1 for step in recording.points), reverse=True), 0):
+        with closing(open_read_only(recording.database)) as connection:
+            stored = read_sampled_by(connection, known, _MAX_TRAJECTORIES)
+        if not stored:
+            continue
+        others = [decode(data) for data in stored]
+        batch = _compared_batch(others)
+        if known_version(batch, {known - 1}) == known:
+            return known, others, batch
+    return None
+
+
+def _compared_batch(trajectories: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    return concat_padded_tensors([_compared_part(one) for one in trajectories])
 
 
 def _samples_plainly(gconfig: GenerationHyperparameters) -> bool:

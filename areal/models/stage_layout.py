@@ -54,9 +54,9 @@ class StageLayout:
         sizes[-1] -= head_layers
         if min(sizes) < 1:
             raise ValueError(
-                f"{schedule} cuts this model of {n_layers} layers into {num_stages} stages of "
-                f"{sizes} layers; each needs at least one: use a smaller p, another "
-                "archon.pp_schedule, or less for archon.pp_first_stage_less_layers and "
+                f"{schedule} cuts this model of {n_layers} layers into {num_stages} stages, some "
+                f"of {max(min(sizes), 0)} layers; each needs at least one: use a smaller p, "
+                "another archon.pp_schedule, or less for archon.pp_first_stage_less_layers and "
                 "archon.pp_last_stage_less_layers"
             )
         starts = [sum(sizes[:stage]) for stage in range(num_stages)]

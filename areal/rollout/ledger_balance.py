@@ -85,6 +85,16 @@ def read_trained(connection: sqlite3.Connection, step: int) -> list[tuple[int, b
     return [tuple(row) for row in rows]
 
 
+def read_sampled_by(connection: sqlite3.Connection, version: int, limit: int) -> list[bytes]:
+    """Stored trajectories, trained on or not yet, that may have tokens of `version`."""
+    rows = connection.execute(
+        """SELECT data FROM trajectories CROSS JOIN tasks USING (task_id)
+           WHERE ? BETWEEN head_version AND tail_version ORDER BY task_id LIMIT ?""",
+        (version, limit),
+    )
+    return [data for (data,) in rows]
+
+
 def steps_with_trajectories(connection: sqlite3.Connection) -> set[int]:
     """The steps whose whole batch is still stored."""
     # CROSS: few trajectories first. Pruning removes a step as a whole, so one trajectory is proof.

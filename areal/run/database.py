@@ -25,11 +25,11 @@ import secrets
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, Literal, NamedTuple
 
 from areal.api.redact import hide_secrets
 from areal.utils.fs import open_private, private_folder, set_private
@@ -108,6 +108,13 @@ CREATE TABLE IF NOT EXISTS events (
     kind TEXT NOT NULL,
     text TEXT NOT NULL
 );
+CREATE TABLE IF NOT EXISTS looks (       -- at servers and trainer, after some weight updates
+    id      INTEGER PRIMARY KEY,
+    version INTEGER NOT NULL,            -- that was just published
+    stage   TEXT NOT NULL,               -- weights, logits
+    state   TEXT NOT NULL CHECK (state IN ('ok', 'fault', 'unseen')),
+    found   TEXT NOT NULL
+);
 """
 
 
@@ -123,6 +130,15 @@ class Start:
     config: str  # YAML
     dataset_size: int
     world: dict[str, Any]
+
+
+class Look(NamedTuple):
+    """What a run found of one stage after a weight update. Fields as the columns of `looks`."""
+
+    version: int
+    stage: str
+    state: Literal["ok", "fault", "unseen"]
+    found: str
 
 
 class StoredSample(NamedTuple):
@@ -236,6 +252,7 @@ class RunDatabase:
             connection.execute("DELETE FROM steps WHERE step >= ?", (start.step,))
             connection.execute("DELETE FROM samples WHERE step >= ?", (start.step,))
             connection.execute("DELETE FROM recover_points WHERE step >= ?", (start.step,))
+            connection.execute("DELETE FROM looks WHERE version > ?", (start.step,))
             connection.execute(
                 "INSERT INTO starts (time, step, config, dataset_size, world)"
                 " VALUES (?, ?, ?, ?, ?)",
@@ -254,6 +271,13 @@ class RunDatabase:
             connection.execute(
                 "INSERT INTO events (time, kind, text) VALUES (?, ?, ?)",
                 (time.time(), kind, hide_secrets(text)),
+            )
+
+    def record_looks(self, looks: Iterable[Look]) -> None:
+        with self.transaction() as connection:
+            connection.executemany(
+                "INSERT INTO looks (version, stage, state, found) VALUES (?, ?, ?, ?)",
+                [one._replace(found=hide_secrets(one.found)) for one in looks],
             )
 
     def mark_recover_point(self, step: int) -> str:
@@ -324,6 +348,15 @@ def read_steps(connection: sqlite3.Connection) -> list[tuple[int, dict[str, floa
     """(step, statistics) in order; step -1 is before the first."""
     rows = connection.execute("SELECT step, stats FROM steps ORDER BY step")
     return [(row["step"], json.loads(row["stats"])) for row in rows]
+
+
+def read_looks(connection: sqlite3.Connection) -> list[Look]:
+    """In the order they were recorded; empty if an older version of areal wrote the database."""
+    has_table = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'looks'"
+    if connection.execute(has_table).fetchone() is None:
+        return []
+    rows = connection.execute("SELECT version, stage, state, found FROM looks ORDER BY id")
+    return [Look(*row) for row in rows]
 
 
 def read_start(connection: sqlite3.Connection, step: int) -> Start | None:

@@ -4,10 +4,11 @@
     compare_logprobs(actor_engine, as_batch(replies), tolerance)      # of both sides
     differing_weights(actor_engine, inference.weight_checksums())     # tensors, by server
 
-`UpdateProbe` does both once in a run, after its first weight update, and reports what it found in
-the log and in `run.db`. It sends a few short requests with seeds of their own and computes one
-small forward: it draws from no generator of the run, and writes nothing to the ledger. `areal
-doctor` does the same on demand, and looks for the cause.
+`UpdateProbe` does both after some weight updates of a run, and reports what it found in the log and
+in `run.db`, where `areal doctor RUN` reads it: no weights of old versions need to be kept. It sends
+a few short requests with seeds of their own and computes one small forward: it draws from no
+generator of the run, and writes nothing to the ledger. `areal doctor CONFIG` does the same on
+demand, and looks for the cause.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from areal.api.config.inference import GenerationHyperparameters
 from areal.api.engine_api import InferenceEngine, TrainEngine
 from areal.api.io_struct import ModelRequest, ModelResponse
 from areal.engine.remote.server_control import ServerRefusedError
+from areal.run.database import Look
 from areal.utils import logging
 from areal.utils.data import MULTI_MODAL_KEY, concat_padded_tensors
 from areal.utils.device import best_device
@@ -145,7 +146,7 @@ NOT_SHOWN = (NotImplementedError, ValueError, ServerRefusedError)
 
 
 class UpdateProbe:
-    """Compares engine and trainer once, after the first weight update of a process."""
+    """Compares engine and trainer after some weight updates of a process."""
 
     def __init__(
         self,
@@ -160,52 +161,80 @@ class UpdateProbe:
         self._engine = engine
         self._inference = inference
         self._database = database
-        # A server that shares its device with the trainer is not on it between two batches.
-        self._is_due = config.rollout.scheduling_strategy.target is None
+        self._num_updates = 0
 
     def look(self, trajectories: Sequence[Mapping[str, Any]], version: int) -> None:
         """Weights of `version` were just published; the prompts are those of `trajectories`."""
-        if not self._is_due:
+        if self._config.rollout.scheduling_strategy.target is not None:
+            return  # a server that shares the trainer's device is not on it between two batches
+        self._num_updates += 1
+        if not is_looked_at(self._num_updates):
             return
-        self._is_due = False
         start = time.monotonic()
         try:
-            fault, text = self._compare(probe_prompts(trajectories), version)
+            looks = self._compare(probe_prompts(trajectories), version)
         except Exception as error:  # boundary: a run does not end because nobody could look
-            fault, text = False, f"could not look: {type(error).__name__}: {error}"
-        took_s = time.monotonic() - start
-        text = f"after the update to version {version}: {text}; looking took {took_s:.2g} s"
+            why = f"could not look: {type(error).__name__}: {error}"
+            looks = [Look(version, "weights", "unseen", why)]
+        self._report(looks, time.monotonic() - start)
+
+    def _report(self, looks: Sequence[Look], took_s: float) -> None:
+        fault = next((one for one in looks if one.state == "fault"), None)
+        text = f"FAULT: {fault.found}" if fault else "; ".join(one.found for one in looks)
+        if not fault and any(one.state == "ok" for one in looks):
+            text = f"engine and trainer agree: {text}"
+        text = f"after the update to version {looks[0].version}: {text}"
+        text = f"{text}; looking took {took_s:.2g} s"
+        self._database.record_looks(looks)
         self._database.record_event("doctor", text)
         if fault:
             logger.warning("%s. Find the cause with: areal doctor CONFIG", text)
         else:
             logger.info("%s", text)
 
-    def _compare(self, prompts: list[list[int]], version: int) -> tuple[bool, str]:
+    def _compare(self, prompts: list[list[int]], version: int) -> list[Look]:
+        """Of the weights and, if these have no fault, of the logits."""
+        weights = self._compare_weights(version)
+        if weights.state == "fault" or not prompts:
+            return [weights]
         config = self._config
-        served = self._inference.get_version()
-        if served != version:
-            return True, f"FAULT: the servers still serve version {served}"
-        differing: dict[str, list[str]] = {}
-        with suppress(*NOT_SHOWN):
-            differing = differing_weights(self._engine, self._inference.weight_checksums())
-        for server, names in differing.items():
-            if names:
-                return True, f"FAULT: {names[0]} of server {server} is not the trainer's tensor"
-        if not prompts:
-            return False, "engine and trainer have equal weights" if differing else "nothing to ask"
-        timeout_s = config.rollout.request_timeout
         replies = sample_replies(
             self._runner,
             self._inference,
             prompts,
             temperature=config.actor.temperature,
-            timeout_s=timeout_s,
+            timeout_s=config.rollout.request_timeout,
         )
         agreement = compare_logprobs(self._engine, as_batch(replies), tolerance_of(config))
-        if not agreement.holds:
-            return True, f"FAULT: {agreement}"
-        return False, f"engine and trainer agree: {agreement}"
+        state = "ok" if agreement.holds else "fault"
+        return [weights, Look(version, "logits", state, str(agreement))]
+
+    def _compare_weights(self, version: int) -> Look:
+        served = self._inference.get_version()
+        if served != version:
+            text = f"the servers still serve version {served}"
+            return Look(version, "weights", "fault", text)
+        try:
+            shown = self._inference.weight_checksums()
+            differing = differing_weights(self._engine, shown)
+        except NOT_SHOWN as error:
+            return Look(version, "weights", "unseen", f"by tensor: {error}")
+        for server, names in differing.items():
+            if names:
+                text = (
+                    f"{names[0]} of server {server} is not the trainer's tensor "
+                    f"({len(names)} differ)"
+                )
+                return Look(version, "weights", "fault", text)
+        text = f"all tensors of {len(differing)} server(s) are the trainer's"
+        return Look(version, "weights", "ok", text)
+
+
+def is_looked_at(num_updates: int) -> bool:
+    """The 1st, 2nd, 4th, 8th, ... update of a process up to the 64th, and every 64th: soon after
+    the start, where most faults are, and rarely enough to cost nothing."""
+    is_power = num_updates & (num_updates - 1) == 0
+    return is_power or num_updates % 64 == 0
 
 
 def probe_prompts(trajectories: Sequence[Mapping[str, Any]]) -> list[list[int]]:

@@ -35,6 +35,7 @@ class Recording:
     point_before: RecoverPoint
     point_after: RecoverPoint | None
     points: Mapping[int, RecoverPoint]  # all of the run, by the last step in their weights
+    database: Path
 
 
 def newest_recording(folder: str | Path) -> Recording:
@@ -83,6 +84,7 @@ def read_recording(folder: str | Path, step: int) -> Recording:
         point_before=before,
         point_after=after,
         points=points,
+        database=paths.database,
     )
 
 

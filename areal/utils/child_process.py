@@ -11,9 +11,10 @@ reaches only the parent, which then ends the child in order; on Linux the kernel
 parent dies, even by `kill -9`. `module_argv` is the command of one of our own modules.
 
 `ChildProcess` adds output and errors: two threads drain its output, and the last lines of stderr
-are kept and shown in every error. Processes left in the group of an ended child are killed, so that
-they hold no memory or port of the next one. With `is_guarded`, for programs of others, the same
-holds for all descendants, also in other groups, and when this process dies (guarded_program.py).
+are kept and shown in every error, with the first that look like its cause. Processes left in the
+group of an ended child are killed, so that they hold no memory or port of the next one. With
+`is_guarded`, for programs of others, the same holds for all descendants, also in other groups, and
+when this process dies (guarded_program.py).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import errno
 import json
 import os
 import queue
+import re
 import shutil
 import signal
 import subprocess
@@ -41,6 +43,14 @@ from areal.utils.fs import open_private, private_folder
 
 _KEPT_LINES = 50
 _SHOWN_LINES = 5  # if the child has a log; the very last line often says the least
+_SHOWN_ERRORS = 3  # the cause stands first; what follows from it, and noise of the exit, later
+_MAX_READ = 1 << 20  # characters of a line that are read at once
+_MAX_KEPT = 2000  # characters of a line that are shown; the log has all of them
+# `ValueError: text` of Python, `CUDA error: text`, `FATAL text`; not `except ValueError:` of a
+# traceback.
+_LOOKS_LIKE_ERROR = re.compile(
+    r"(?:Error|Exception|Interrupt|\berror|\bfatal)\b:\s?\S|\b(?:FATAL|Segmentation fault)\b"
+)
 _MAX_POLL_S = 0.05  # between two checks whether it has ended
 _GUARD_S = guarded_program.GRACE_S + 15.0  # then a guard itself hangs
 _IS_LINUX = sys.platform.startswith("linux")
@@ -81,6 +91,7 @@ class ChildProcess:
         self.name = name
         self._is_guarded = is_guarded and _IS_LINUX
         self._stderr_tail: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._errors = ErrorLines()
         self._stdout: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # None: stdout closed
         self._is_ready = False
         self._reaping = threading.Lock()
@@ -216,7 +227,7 @@ class ChildProcess:
     def _start_reader(self, pipe: IO[str], keep: Callable[[str], None], kind: str):
         def drain() -> None:
             with pipe:
-                for line in pipe:
+                while line := pipe.readline(_MAX_READ):
                     keep(line.rstrip("\n"))
             if kind == "stdout":
                 self._stdout.put(None)
@@ -231,7 +242,8 @@ class ChildProcess:
 
     def _keep_stderr(self, line: str) -> None:
         line = hide_secrets(line)
-        self._stderr_tail.append(line)
+        self._stderr_tail.append(_cut(line))
+        self._errors.add(_cut(line))
         if self._log:
             with contextlib.suppress(OSError):  # a full disk must not stop the reader
                 self._log.write(line + "\n")
@@ -250,10 +262,45 @@ class ChildProcess:
         lines = list(self._stderr_tail)
         if not lines:
             return "; it wrote nothing to stderr"
+        shown = [line.strip() for line in lines if line.strip()][-_SHOWN_LINES:]
+        shown = shown if self._log else [line.strip() for line in lines]
+        causes = [line.strip() for line in self._errors.first]
+        causes = [line for line in causes if line not in shown]
+        first = f"; its first errors: {' | '.join(causes)}" if causes else ""
         if self._log:
-            last = " | ".join([line.strip() for line in lines if line.strip()][-_SHOWN_LINES:])
-            return f"; its last lines of stderr: {last} (all of it: {self._log.name})"
-        return f"; its last {len(lines)} lines of stderr:\n" + "\n".join(lines)
+            last = " | ".join(shown)
+            return f"{first}; its last lines of stderr: {last} (all of it: {self._log.name})"
+        return f"{first}; its last {len(lines)} lines of stderr:\n" + "\n".join(lines)
+
+
+class ErrorLines:
+    """The first lines of the last burst of errors, at most `_SHOWN_ERRORS`.
+
+    A burst ends with `_KEPT_LINES` lines of which none looks like an error: what was reported
+    before these is not why a child ended now.
+    """
+
+    def __init__(self) -> None:
+        self.first: list[str] = []
+        self._num_others = 0  # since the last that looked like one
+
+    def add(self, line: str) -> None:
+        if _LOOKS_LIKE_ERROR.search(line) is None:
+            self._num_others += 1
+            return
+        if self._num_others >= _KEPT_LINES:
+            self.first = []
+        self._num_others = 0
+        if len(self.first) < _SHOWN_ERRORS and line not in self.first:
+            self.first = [*self.first, line]  # read by other threads
+
+
+def _cut(line: str) -> str:
+    """Both ends of a long line."""
+    if len(line) <= _MAX_KEPT:
+        return line
+    half = _MAX_KEPT // 2
+    return f"{line[:half]} ... {line[-half:]}"
 
 
 def describe_exit(code: int) -> str:

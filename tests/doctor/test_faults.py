@@ -111,6 +111,16 @@ def test_a_healthy_training_is_accused_of_nothing(root, kind):
 
 # By config alone: overrides, the stage, words of the verdict.
 BY_CONFIG = {
+    "constant reward": (
+        ["reward_fn=sample_rewards.always_one"],
+        "reward",
+        ["reads neither the text nor the tokens of a reply"],
+    ),
+    "reward that is not a number": (
+        ["reward_fn=sample_rewards.not_a_number"],
+        "reward",
+        ["must be finite"],
+    ),
     "wrong temperature": (["workflow=sick_parts.HotWorkflow"], "sampling", ["temperature 0.5"]),
     "loss mask one token early": (
         ["workflow=sick_parts.EarlyMask"],

@@ -44,7 +44,7 @@ def test_a_v_comes_back_to_the_first_rank():
 @pytest.mark.parametrize(
     ("options", "fault"),
     [
-        ({"num_ranks": 4, "schedule": "Interleaved1F1B"}, r"8 stages of \[0, 1,"),
+        ({"num_ranks": 4, "schedule": "Interleaved1F1B"}, "8 stages, some of 0 layers"),
         ({"num_ranks": 2, "schedule": "1F1B", "head_layers": 7}, "pp_last_stage_less_layers"),
         ({"num_ranks": 2, "schedule": "1F1B", "layers_per_stage": 2}, "4 stages .* needs 1 on"),
         (

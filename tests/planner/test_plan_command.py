@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -58,6 +59,56 @@ def test_a_plan_loads_no_torch(project):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+# Of a model with 28 query heads, 4 of keys and values, and 28 layers.
+IMPOSSIBLE = {
+    "rollout.backend=native:d1t3": "num_key_value_heads of the model's config.json",
+    "rollout.backend=vllm:d1t3": "num_attention_heads of its config.json must be a multiple of 3",
+    "rollout.backend=sglang:d1t8": "got 28; choose another t",
+    "rollout.backend=vllm:d1p29": "num_hidden_layers of its config.json is 28",
+    "actor.backend=archon:d1t8": "t8 cannot cut this model",
+    "actor.backend=archon:d1p100": "28 layers into 200 stages, some of 0 layers",
+    "actor.backend=fsdp:d1t3": "t3 cannot cut this model",
+    "actor.backend=megatron:d1t8": "num_attention_heads of its config.json must be a multiple of 8",
+}
+
+
+@pytest.mark.parametrize("override", IMPOSSIBLE)
+def test_a_layout_that_cannot_cut_the_model_is_refused(capsys, override):
+    assert plan(override, "--device", "h200") == 2
+    key, _, value = override.partition("=")
+    error = capsys.readouterr().err
+    assert error.startswith(f"areal: error: {key}: '{value}' with "), error
+    assert IMPOSSIBLE[override] in error
+
+
+def test_check_refuses_the_same_without_a_hub(tmp_path):
+    """The config.json of a known model need not be there."""
+    env = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+    env |= {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "empty")}
+    command = [sys.executable, "-m", "areal.cli.main", "check", "run.yaml"]
+    done = subprocess.run(
+        [*command, "rollout.backend=native:d1t3"],
+        env={**env, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2, done.stdout
+    assert "num_key_value_heads of the model's config.json" in done.stderr
+
+
+def test_ranks_of_sglang_may_hold_whole_heads(capsys):
+    more = ["rollout.backend=sglang:d1t8", "sglang.extra_args=[--enable-dp-attention]"]
+    assert plan(*more, "--device", "h200") == 0
+
+
+def test_sft_is_refused_too(project, capsys):
+    text = CONFIG.partition("gconfig")[0] + "trainer: sft\nactor: {path: Qwen/Qwen2.5-7B-Instruct, "
+    (project / "run.yaml").write_text(text + "backend: 'archon:d1t3', optimizer: {lr: 1e-6}}\n")
+    assert plan("--device", "h200") == 2
+    assert "actor.backend: 'archon:d1t3'" in capsys.readouterr().err
 
 
 def test_images_of_a_model_that_sees(project, capsys):

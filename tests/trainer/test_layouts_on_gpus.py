@@ -84,5 +84,5 @@ def test_weights_go_from_device_to_device(tmp_path, backend):
     train("math/arithmetic_grpo.yaml", *overrides(tmp_path, *more, mode, "total_train_steps=3"))
     folder = tmp_path / "arithmetic" / "xccl"
     assert stats_of(folder)[-1]["server/version"] == 3
-    ((seen,),) = query(folder, "SELECT text FROM events WHERE kind = 'doctor'")
-    assert "engine and trainer agree" in seen
+    looks = query(folder, "SELECT version, stage, state FROM looks ORDER BY id")
+    assert looks == [(v, stage, "ok") for v in (1, 2) for stage in ("weights", "logits")]

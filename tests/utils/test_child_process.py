@@ -234,3 +234,53 @@ def test_a_guarded_child_is_as_any_other():
         child.wait_ready(timeout_s=900)
     with pytest.raises(FileNotFoundError, match="no-such-program"):
         ChildProcess(["/no-such-program"], name="toy", is_guarded=True)
+
+
+NOISY = """
+import sys
+def say(*lines):
+    for line in lines:
+        print(line, file=sys.stderr)
+say("ImportError: an optional package is missing")
+say(*(f"loading shard {i}" for i in range(80)))
+say("(EngineCore pid=7) ERROR [core.py:700] Traceback (most recent call last):")
+say("(EngineCore pid=7) ERROR [core.py:700]     except KeyError:")
+say("(EngineCore pid=7) ERROR [core.py:700] ValueError: 28 heads do not divide by 3")
+say("RuntimeError: Engine core initialization failed. See root cause above.")
+say(*(f"nanobind: leaked {i} instances!" for i in range(NUM_LEAKS)))
+raise SystemExit(1)
+"""
+
+
+@pytest.mark.parametrize("num_leaks", [40, 400])
+@pytest.mark.parametrize("has_log", [True, False])
+def test_the_cause_is_shown_though_noise_follows_it(tmp_path, num_leaks, has_log):
+    code = NOISY.replace("NUM_LEAKS", str(num_leaks))
+    log = tmp_path / "log" if has_log else None
+    child = ChildProcess([sys.executable, "-c", code], name="server", log_path=log)
+    with pytest.raises(RuntimeError) as error:
+        child.wait_ready(timeout_s=900)
+    text = str(error.value)
+    assert "ValueError: 28 heads do not divide by 3" in text
+    assert "RuntimeError: Engine core initialization failed" in text
+    assert text.index("28 heads") < text.index("Engine core") < text.index("leaked")
+    before_the_tail = text.partition("; its last")[0]
+    assert "ImportError" not in text and "except KeyError" not in before_the_tail
+
+
+def test_hostile_lines_stay_small(tmp_path):
+    """Megabytes without a line break, bytes that are no text, and an error in their midst."""
+    code = (
+        "import sys; w = sys.stderr.buffer.write\n"
+        "w(b'ValueError: \\xff\\xed\\xa0\\x80 ' + b'x' * (3 << 20) + b'\\n')\n"
+        "w(b'\\n'.join(b'FATAL ' + bytes([65 + i]) * (1 << 16) for i in range(20)))\n"
+        "raise SystemExit(3)\n"
+    )
+    log = tmp_path / "log"
+    child = ChildProcess([sys.executable, "-c", code], name="server", log_path=log)
+    with pytest.raises(RuntimeError) as error:
+        child.wait_ready(timeout_s=900)
+    text = str(error.value)
+    assert "exit code 3; its first errors: ValueError: " in text
+    assert len(text.encode()) < 50_000
+    assert log.read_text(encoding="utf-8").count("x") == 3 << 20  # the log has all of it

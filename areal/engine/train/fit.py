@@ -4,9 +4,9 @@
     check_training(config.actor, hf_config)
     check_generation(config.rollout, config.native, hf_config)
 
-`areal check` calls it before a run, the run before it fetches weights, and an engine before it
-builds anything, so all give the same answer. What only the device or the weights can tell (memory,
-a kernel, a layer that mixes sequences) shows when the engine has built the model.
+`areal check` and `areal plan` call it before a run, the run before it fetches weights, and an
+engine before it builds anything, so all give the same answer. What only the device or the weights
+can tell (memory, a kernel, a layer that mixes sequences) shows when the engine has built the model.
 
 Models of transformers: which of them can be trained packed is read from its source, because
 importing its models takes seconds and torch. Its tables of model types are literals, and what a
@@ -54,8 +54,14 @@ _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention",
 _LAYER_KEYS = ("layer_types", "layers_block_type", "block_types")
 
 
-def check_models(config: BaseExperimentConfig, hf_configs: Mapping[str, Mapping[str, Any]]) -> None:
-    """Every role whose config.json is known (`hf_configs`, by role) fits its engine."""
+def check_models(
+    config: BaseExperimentConfig,
+    hf_configs: Mapping[str, Mapping[str, Any]],
+    *,
+    runs_here: bool = True,
+) -> None:
+    """Every role whose config.json is known (`hf_configs`, by role) fits its engine. A run on
+    another machine has packages of its own."""
     models = config.models()
     for role, section in models.items():
         if role not in hf_configs:
@@ -66,13 +72,13 @@ def check_models(config: BaseExperimentConfig, hf_configs: Mapping[str, Mapping[
                 actor = models["actor"]
                 assert isinstance(actor, TrainEngineConfig), "the actor is trained"
                 engine = engine.engine_config(actor)  # may refuse what it has of the actor
-            check_training(engine, hf_configs[role])
+            check_training(engine, hf_configs[role], runs_here=runs_here)
         except ValueError as error:
             where = f"{role}.backend: {section.backend!r} with {section.path!r}"
             raise ValueError(f"{where}: {error}") from None
     if isinstance(config, PPOConfig) and "actor" in hf_configs:
         try:
-            check_generation(config.rollout, config.native, hf_configs["actor"])
+            _check_servers(config, hf_configs["actor"])
         except ValueError as error:
             where = f"rollout.backend: {config.rollout.backend!r} with {config.actor.path!r}"
             raise ValueError(f"{where}: {error}") from None
@@ -89,10 +95,37 @@ def check_models(config: BaseExperimentConfig, hf_configs: Mapping[str, Mapping[
 def _check_served(config: PPOConfig, path: str | None, hf_config: Mapping[str, Any]) -> None:
     """`config` as the servers of the model at `path` see it."""
     try:
-        check_generation(config.rollout, config.native, hf_config)
+        _check_servers(config, hf_config)
     except ValueError as error:
         where = f"teacher.backend: {config.rollout.backend!r} with {path!r}"
         raise ValueError(f"{where}: {error}") from None
+
+
+def _check_servers(config: PPOConfig, hf_config: Mapping[str, Any]) -> None:
+    """The servers that a run starts can cut the model as rollout.backend says."""
+    if config.rollout.engine == "native":
+        check_generation(config.rollout, config.native, hf_config)
+    elif not config.rollout.api_url:
+        _check_stock(config, hf_config)
+
+
+def _check_stock(config: PPOConfig, hf_config: Mapping[str, Any]) -> None:
+    """What vLLM and SGLang refuse after a minute. They check the rest of a model themselves."""
+    rollout, text = config.rollout, language_config(hf_config)
+    heads, tp = text.get("num_attention_heads"), rollout.tensor_parallel
+    layers, pp = text.get("num_hidden_layers"), rollout.pipeline_parallel
+    # Such ranks of SGLang cut attention less, or not.
+    has_copies = rollout.engine == "sglang" and "--enable-dp-attention" in config.sglang.extra_args
+    if isinstance(heads, int) and heads % tp and not has_copies:
+        raise ValueError(
+            f"t{tp} cannot cut this model: num_attention_heads of its config.json must be a "
+            f"multiple of {tp}, got {heads}; choose another t"
+        )
+    if isinstance(layers, int) and pp > layers:
+        raise ValueError(
+            f"p{pp} cannot cut this model: each stage needs a layer, and num_hidden_layers of its "
+            f"config.json is {layers}; choose a smaller p"
+        )
 
 
 def _check_served_adapters(actor: TrainEngineConfig, hf_config: Mapping[str, Any]) -> None:
@@ -177,8 +210,12 @@ def check_replay(args: DecoderArgs, dims: ParallelDims) -> None:
         )
 
 
-def check_training(config: TrainEngineConfig, hf_config: Mapping[str, Any]) -> None:
+def check_training(
+    config: TrainEngineConfig, hf_config: Mapping[str, Any], *, runs_here: bool = True
+) -> None:
     """The model of `hf_config` can be trained (or run forward) as `config` says."""
+    if runs_here:
+        _check_packages(config)
     allocation = ModelAllocation.from_str(config.backend)
     layout = allocation.parallel
     if allocation.backend == "archon":
@@ -188,11 +225,18 @@ def check_training(config: TrainEngineConfig, hf_config: Mapping[str, Any]) -> N
         dims = ParallelDims.of(layout, num_replicas=config.fsdp.num_replicas)
         check_fsdp(config, hf_config, dims)
     else:
-        if importlib.util.find_spec("megatron") is None:
-            raise ValueError(
-                "backend megatron needs the package megatron-core: pip install 'areal[megatron]'"
-            )
         check_megatron(config, decoder_args(hf_config, is_critic=config.is_critic), layout)
+
+
+def _check_packages(config: TrainEngineConfig) -> None:
+    """Optional ones that the back end needs are installed."""
+    backend = ModelAllocation.from_str(config.backend).backend
+    if backend == "megatron" and importlib.util.find_spec("megatron") is None:
+        raise ValueError(
+            "backend megatron needs the package megatron-core: pip install 'areal[megatron]'"
+        )
+    if backend == "fsdp" and config.use_lora and importlib.util.find_spec("peft") is None:
+        raise ValueError("use_lora needs the package peft: pip install 'areal[lora]'")
 
 
 def check_generation(
@@ -268,8 +312,6 @@ def check_fsdp(config: TrainEngineConfig, hf_config: Mapping[str, Any], dims: Pa
     heads = text.get("num_attention_heads")
     if heads is not None:  # some families use another key, with a default
         check_heads(heads, text.get("num_key_value_heads") or heads, dims)
-    if config.use_lora and importlib.util.find_spec("peft") is None:
-        raise ValueError("use_lora needs the package peft: pip install 'areal[lora]'")
 
 
 def _check_fsdp_vision(
