@@ -460,12 +460,12 @@ def _median_seconds(work: Callable[[], object], repeats: int = 20) -> float:
 
 def _turns(engine: NativeEngine, ceilings: Ceilings) -> list[Row]:
     """The next turn of a dialogue finds its beginning in the cache."""
-    added = _turn_tokens()  # drawn before time counts
-    _chat(engine, added)  # captures graphs, compiles
+    said = [prompt for prompt, _ in CHATS.requests()], _turn_tokens()  # drawn before time counts
+    _chat(engine, *said)  # captures graphs, compiles
     engine.load_weights(engine.model.named_hf_tensors(), engine.version + 1, recompute_kv=True)
     torch.cuda.synchronize()
     start = time.perf_counter()
-    num_cached = _chat(engine, added)
+    num_cached = _chat(engine, *said)
     speed = NUM_TURNS * CHATS.num_requests * CHATS.num_out / (time.perf_counter() - start)
     num_new, least = CHATS.num_out + TURN_TOKENS, 0.0
     for turn in range(NUM_TURNS):
@@ -489,9 +489,9 @@ def _turn_tokens() -> list[list[list[int]]]:
     ]
 
 
-def _chat(engine: NativeEngine, added: list[list[list[int]]]) -> float:
+def _chat(engine: NativeEngine, first: list[list[int]], added: list[list[list[int]]]) -> float:
     """All turns of all dialogues; the share of their later prompts that was in the cache."""
-    chats = [list(prompt) for prompt, _ in CHATS.requests()]
+    chats = [list(prompt) for prompt in first]
     num_cached = num_prompt = 0
     for turn in range(NUM_TURNS):
         for done in run(engine, [(chat, CHATS.num_out) for chat in chats]):
