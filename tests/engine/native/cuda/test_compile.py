@@ -48,7 +48,9 @@ def test_kernels_compile_for_an_h200(tmp_path):
     few, many = {"_norm_router_kernel", "_gate_up_kernel", "_down_kernel"}, {"_router_kernel"}
     experts = few | many | {"_group_kernel", "_expert_kernel"}
     for model in models:
-        assert dense <= set(kernels[model]), model
+        # Layers with a window do not read prompts together, and heads_of_96 has no other.
+        wanted = dense - {"_prompt_kernel"} if model == "heads_of_96" else dense
+        assert wanted <= set(kernels[model]), model
         assert experts & set(kernels[model]) == (experts if model == "experts" else set()), model
     assert set(kernels["adapters"]) == {"_shrink_kernel", "_expand_kernel"}
     assert kernels["fp8_training"].count("_weight_kernel") == 2  # as it is and transposed
