@@ -18,6 +18,8 @@ os.environ["MKL_CBWR"] = "AUTO,STRICT"  # as areal sets it, and here before any 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
+# Else each process that compiles starts others that import torch, to compile in at once.
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 # No worker of Ray is killed because others use the memory of this machine.
 os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # noqa: SIM112 (as Ray spells it)
 

@@ -24,6 +24,8 @@ from areal.run.paths import RunPaths
 from areal.trainer.experiment import load_datasets, run_experiment
 from areal.trainer.rl_trainer import PPOTrainer
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 SMALL = (
     "actor.weight_update_mode=direct",
     "train_dataset.batch_size=3",

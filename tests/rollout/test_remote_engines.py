@@ -14,6 +14,8 @@ from areal.engine.vllm_remote import RemotevLLMEngine
 from areal.weight_sync.publication import publish
 from areal.workflow import RLVRWorkflow
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 ROWS = [{"messages": [{"role": "user", "content": f"{n}+1="}], "answer": "7"} for n in range(4)]
 
 

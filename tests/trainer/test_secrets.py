@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
 from cli_process import Program
 from tiny_run import overrides, query
 
 from areal.cli.demo import recipe_path
+
+pytestmark = pytest.mark.usefixtures("forked_children")
 
 SECRETS = {
     "key": "jk-0123456789abcdef",

@@ -149,6 +149,8 @@ def _allocated(source: Source, cls: type[Config]) -> Source:
 
 
 def _interpolate(tree: dict[str, Any], source: Source) -> dict[str, Any]:
+    if _is_plain(tree):  # OmegaConf takes longer than all else that is done with a file
+        return copy.deepcopy(tree)
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -161,3 +163,15 @@ def _interpolate(tree: dict[str, Any], source: Source) -> dict[str, Any]:
         raise source.error(tuple(key.split(".")), f"{key}: {reason}") from None
     except RecursionError:
         raise ConfigError(f"{source.path}: ${{...}} references form a cycle") from None
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether OmegaConf would leave it as it is: nothing to interpolate, and nothing it refuses."""
+    if isinstance(value, str):
+        return "${" not in value
+    if isinstance(value, dict):
+        items = cast("dict[Any, Any]", value).items()
+        return all(isinstance(key, str) and _is_plain(item) for key, item in items)
+    if isinstance(value, list):
+        return all(map(_is_plain, cast("list[Any]", value)))
+    return value is None or isinstance(value, bool | int | float)

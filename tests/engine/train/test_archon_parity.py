@@ -152,6 +152,7 @@ def test_two_ranks_with_other_adapters(check_parity):
     check_parity(
         2,
         ("qwen3", "archon:t2", {**LORA, "lora_rank": 3}),
+        ("qwen3", "archon:c2", {**LORA}),
         ("gemma3", "archon:t2", {**LORA}),
         ("qwen3", "archon:t2", {**LORA, "is_critic": True}),
         ("qwen3_moe", "archon:t2", {**EXPERTS}),
@@ -167,8 +168,6 @@ def test_four_ranks_with_adapters(check_parity):
     check_parity(
         4,
         ("qwen3", "archon:d2t2", {**LORA}),
-        ("qwen3", "archon:c2t2", {**LORA}),
-        ("deep", "archon:p2t2", schedule("1F1B", **LORA)),
         ("deep_moe", "archon:d2p2e2", schedule("Interleaved1F1B", **EXPERTS)),
         ("qwen3_moe", "archon:d4e2", {**EXPERTS}),
         ("qwen3_moe", "archon:(attn:d2t2|ffn:d2t2)", {**EXPERTS}),

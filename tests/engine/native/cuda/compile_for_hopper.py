@@ -41,8 +41,9 @@ MODELS = {  # family, overrides of its tiny config
     ),
     # Blocks of an expert are from 16 to 128 rows wide here.
     "experts": ("qwen3_moe", {"head_dim": 64}),
+    # Padded to 128, without a window and with one.
     "heads_of_80": ("llama", {"head_dim": 80}),
-    "heads_of_96": ("gemma3_text", _GEMMA | {"head_dim": 96}),
+    "heads_of_96": ("gemma3_text", _GEMMA | {"head_dim": 96, "num_hidden_layers": 1}),
     # Heads as Qwen3.5 has them, also for training, and a gated shared feed-forward.
     "hybrid": (
         "qwen3_5_moe_text",

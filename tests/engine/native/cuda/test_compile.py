@@ -33,12 +33,13 @@ def compile_for_hopper(cache: Path, *what: str) -> list[list[str]]:
 
 @pytest.mark.slow
 def test_kernels_compile_for_an_h200(tmp_path):
-    """In few processes and with one cache: models have kernels in common."""
+    """In one process and with one cache: models have kernels in common."""
     models = ["qwen3", "experts", "gemma3", "heads_of_80", "heads_of_96"]
     kernels = defaultdict(list)
-    for some in ([*models[:3], "adapters"], [*models[3:], "hybrid", "fp8_training"]):
-        for model, kernel, _ in compile_for_hopper(tmp_path, *some):
-            kernels[model].append(kernel)
+    for model, kernel, _ in compile_for_hopper(
+        tmp_path, *models, "adapters", "hybrid", "fp8_training"
+    ):
+        kernels[model].append(kernel)
     training = {"solve_kernel", "states_back_kernel", "chunk_back_kernel", "conv_back_kernel"}
     decoding = {"_recur_kernel", "_convolve_kernel", "_gated_rope_kernel", "_add_shared_kernel"}
     assert training | decoding <= set(kernels["hybrid"])
@@ -47,7 +48,9 @@ def test_kernels_compile_for_an_h200(tmp_path):
     few, many = {"_norm_router_kernel", "_gate_up_kernel", "_down_kernel"}, {"_router_kernel"}
     experts = few | many | {"_group_kernel", "_expert_kernel"}
     for model in models:
-        assert dense <= set(kernels[model]), model
+        # Layers with a window do not read prompts together, and heads_of_96 has no other.
+        wanted = dense - {"_prompt_kernel"} if model == "heads_of_96" else dense
+        assert wanted <= set(kernels[model]), model
         assert experts & set(kernels[model]) == (experts if model == "experts" else set()), model
     assert set(kernels["adapters"]) == {
         "_shrink_kernel",
