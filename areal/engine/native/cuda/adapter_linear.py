@@ -154,7 +154,7 @@ def shrink(x_TD: torch.Tensor, stack: AdapterStack, blocks: Blocks, plan: Plan) 
         BLOCK=_BLOCK,
         OVERLAP=OVERLAP,
         num_warps=4,
-        num_stages=4 if rank <= 64 else 2,
+        num_stages=4 if rank * x_TD.element_size() <= 128 else 2,  # what shared memory holds
         launch_pdl=OVERLAP,
     )  # fmt: skip
     return low_STPR
