@@ -130,7 +130,7 @@ async def test_no_route_opens_without_the_token(process):
     ]
     async with aiohttp.ClientSession() as session:
         for route in routes:
-            for headers in ({}, {"Authorization": "Bearer wrong"}, {"x-api-key": TOKEN}):
+            for headers in ({}, {"Authorization": "Bearer wrong"}, {"x-api-key": "wrong"}):
                 for method in ("GET", "POST"):
                     url = f"http://{process.address}{route}"
                     async with session.request(
