@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", default="eval.db", metavar="FILE", help="database of the samples (eval.db)"
     )
     parser.add_argument("--json", metavar="FILE", help="write the numbers there")
-    parser.set_defaults(late_overrides=[])
+    parser.set_defaults(overrides=[])
 
 
 def run(args: argparse.Namespace) -> int:
@@ -107,7 +107,7 @@ def _read(args: argparse.Namespace) -> tuple[list[Target], Options]:
     from areal.evaluation.targets import ORACLE as ORACLE_TARGET
     from areal.evaluation.targets import find_targets
 
-    overrides = [text for text in args.targets if OVERRIDE.match(text)] + args.late_overrides
+    overrides = [text for text in args.targets if OVERRIDE.match(text)] + args.overrides
     names = [*(args.compare or ()), *(t for t in args.targets if not OVERRIDE.match(t))]
     for name, least in (("n", 1), ("limit", 1), ("seed", 0)):
         value = getattr(args, name)

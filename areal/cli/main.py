@@ -104,8 +104,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     if asked is not None and asked not in COMMANDS:
         parser.error(_unknown_command(asked))
     args, unread = parser.parse_known_args(argv)
-    if hasattr(args, "late_overrides"):  # of a command that takes them after its options, too
-        args.late_overrides = [text for text in unread if OVERRIDE.match(text)]
+    if hasattr(args, "overrides"):  # argparse reads only those that stand before the options
+        args.overrides = [*args.overrides, *filter(OVERRIDE.match, unread)]
         unread = [text for text in unread if not OVERRIDE.match(text)]
     if unread:
         parser.error(f"unknown argument {unread[0]!r}{_override_hint(unread[0])}")
@@ -123,7 +123,7 @@ def _override_hint(unread: str) -> str:
         return ""
     if unread.startswith("-"):
         return "; overrides have no dashes: key=value"
-    return "; options come before the config file, overrides right after it"
+    return "; overrides are key=value, and not every command takes them"
 
 
 def _unknown_command(name: str) -> str:
