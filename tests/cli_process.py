@@ -50,9 +50,6 @@ class Command:
             raise TimeoutError(f"still running after {timeout_s} s:\n{self.err()}")
         return Ended(self.process.exitcode, self._out.read_text(), self.err())
 
-    def out(self) -> str:
-        return self._out.read_text(encoding="utf-8") if self._out.exists() else ""
-
     def err(self) -> str:
         return self._err.read_text(encoding="utf-8") if self._err.exists() else ""
 

@@ -7,7 +7,7 @@ programs.close()
 client -> {"argv", "cwd", "env", "files"} and its open files -> the forked process has them under
                                                                the same numbers
        -> one byte per signal that it got                       -> sent on
-       <- two bytes: the exit code and 0, or the number of the signal that ended it and 1
+       <- one byte, the exit code
 A client that ends before its command takes it along.
 """
 
@@ -65,7 +65,7 @@ class Programs:
             threading.Thread(target=_pass_signals, args=(client, process), daemon=True).start()
             process.join()
             with contextlib.suppress(OSError):  # it was killed, and the client is gone
-                client.sendall(bytes([abs(process.exitcode), process.exitcode < 0]))
+                client.sendall(bytes([process.exitcode % 256]))
                 client.shutdown(socket.SHUT_RDWR)
 
 

@@ -4,10 +4,9 @@
 
 Servers, ranks and rollout workers that this process starts, or a `Program` of cli_process.py, are
 processes of their own as ever, with the same command, environment and open files, but do not spend
-seconds of a core on imports. For tests of what such processes compute, and of what becomes of a run
-whose server, rank or worker is killed: the parent's child is a small client (docs_client.py) that
-passes SIGINT and SIGTERM on, takes its forked process along when it is killed, and ends as that
-ends. Tests that stop one (SIGSTOP), or look at its children or its start, start the real thing.
+seconds of a core on imports. For tests of what such processes compute. Tests that kill one, or look
+at how it starts or ends, start the real thing: here the parent's child is a small client
+(docs_client.py) that passes SIGINT and SIGTERM on, and whose end is that of the forked process.
 """
 
 from __future__ import annotations

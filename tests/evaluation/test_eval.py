@@ -28,8 +28,6 @@ from areal.models.hf_io import load_hf
 from areal.run.paths import RunPaths
 from areal.trainer.experiment import run_experiment
 
-pytestmark = pytest.mark.usefixtures("forked_children")
-
 REWARD = "sample_rewards.digit_share_reward_fn"
 DATA = Path(__file__).resolve().parents[1] / "data"
 

@@ -24,8 +24,6 @@ from areal.rollout.worker import WorkflowRecipe
 from areal.rollout.workers import RolloutWorkers
 from areal.utils import stats_tracker
 
-pytestmark = pytest.mark.usefixtures("forked_children")
-
 ECHO = "placed_world.Echo"
 
 

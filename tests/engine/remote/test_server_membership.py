@@ -27,8 +27,6 @@ from areal.engine.remote.server_control import ControlClient, ServerError
 from areal.engine.train.export import send_weights
 from areal.weight_sync.transports import PublicationRoot
 
-pytestmark = pytest.mark.usefixtures("forked_children")
-
 TOKEN = "token-of-this-run"
 WAIT_S = 900
 LONG = {"max_position_embeddings": 2048}

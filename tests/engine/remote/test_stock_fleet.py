@@ -19,8 +19,6 @@ from areal.engine.remote.server_process import ServerProcess
 from areal.engine.remote.sglang import SGLangProtocol, launch_sglang_server
 from areal.weight_sync.transports import PublicationRoot
 
-pytestmark = pytest.mark.usefixtures("forked_children")
-
 TOKEN = "token-of-this-run"
 
 
