@@ -197,7 +197,8 @@ def _arguments(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str, str]
     for action in parser._actions:
         if isinstance(action, argparse._HelpAction | argparse._SubParsersAction):
             continue
-        default = "" if action.default is None or action.default is False else f"`{action.default}`"
+        is_told = not (action.default is None or action.default is False or action.default == [])
+        default = f"`{action.default}`" if is_told else ""
         if action.option_strings and action.required:
             default = "required"
         texts = [action.help] if action.help else []
