@@ -145,7 +145,8 @@ def test_a_killed_run_goes_on_with_the_commit_it_began_with(
 
 def test_a_download_that_stands_still_is_ended_and_named(hub: LoopbackHub, tmp_path: Path) -> None:
     hub.stall[WEIGHTS] = 100
-    process = train(hub, tmp_path, "watchdog.seconds=8", HF_HUB_DOWNLOAD_TIMEOUT="600")
+    # Longer than a busy machine takes to load the tokenizer before.
+    process = train(hub, tmp_path, "watchdog.seconds=30", HF_HUB_DOWNLOAD_TIMEOUT="600")
     _, err = process.communicate(timeout=900)
     assert process.returncode == 1
     assert "no progress for" in err.splitlines()[-1]
