@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import get_total_norm
 
 from areal.api.config.train_engine import OptimizerConfig
 from areal.models.parallelize import local_part
@@ -85,6 +84,7 @@ class MasterOptimizer:
         }
         assert ranks is not None or all(_num_shards(w) == 1 for w in self._weights.values())
         self._masters = {name: _master_of(weight) for name, weight in self._weights.items()}
+        self._grads: dict[str, torch.Tensor] = {}  # of the masters, or as backward left them
         self._optimizer = _build(config, list(self._masters.values()))
         self._moments = self._create_state()
         self.set_lr_step(0)
@@ -100,33 +100,33 @@ class MasterOptimizer:
             group["lr"] = scheduled_lr(self._config, step, self._total_steps)
 
     def collect_gradients(self) -> None:
-        """Add the model's gradients to the masters'; sums over micro-batches are in float32."""
-        first: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Take the model's gradients; sums over micro-batches are in float32."""
         for name, weight in self._weights.items():
             if not self._is_copy(name) or weight.grad is None:
                 continue  # FSDP already sums gradients of shards in float32
-            master = self._masters[name]
-            if master.grad is None:
-                master.grad = torch.empty_like(master)
-                first.append((master.grad, weight.grad))
+            held = self._grads.get(name)
+            if held is None:
+                self._grads[name] = weight.grad
+            elif held.dtype == torch.float32:
+                held += weight.grad
             else:
-                master.grad += weight.grad
+                self._grads[name] = held.float().add_(weight.grad)
             weight.grad = None
-        _copy_all(first)
 
     @torch.no_grad()
     def step(self) -> dict[str, float]:
         """Clip, update, clear the gradients; reports update_successful, grad_norm and lr."""
         self._take_shards()
         norm = self._gradient_norm()
-        grad_norm = norm.item()
-        successful = math.isfinite(grad_norm)
-        if successful:
-            if grad_norm + 1e-6 > self._config.gradient_clipping:
-                self._clip(norm)
-            self._optimizer.step()
-            self.write_back()
+        if self._uses_kernels():
+            self._update_by_kernels(norm)  # unless the norm is not finite, which only it can see
+            grad_norm = norm.item()
         else:
+            grad_norm = norm.item()
+            if math.isfinite(grad_norm):
+                self._update(norm, grad_norm)
+        successful = math.isfinite(grad_norm)
+        if not successful:
             self.num_skipped_steps += 1
             logger.warning(
                 "gradient norm is %s: update skipped (%d so far)", grad_norm, self.num_skipped_steps
@@ -137,37 +137,72 @@ class MasterOptimizer:
     def forget_gradients(self) -> None:
         for weight in self._weights.values():
             weight.grad = None
+        self._grads.clear()
         self._optimizer.zero_grad(set_to_none=True)
 
     def _take_shards(self) -> None:
-        """Point the masters at the local shards of the DTensors and of their gradients."""
+        """Point the masters at the local shards of the DTensors, and take what gradients the
+        weights still hold."""
         for name, weight in self._weights.items():
+            grad = weight.grad
             if isinstance(weight, DTensor):
                 # In each step: FSDP may move a shard to padded storage when it first runs.
                 self._masters[name].data = weight.to_local()
-                grad = weight.grad
-                self._masters[name].grad = None if grad is None else local_part(grad)
+            if grad is not None and not self._is_copy(name):
+                self._grads[name] = local_part(grad)
 
     def _gradient_norm(self) -> torch.Tensor:
         """Norm over the whole model; replicated elements count once."""
         if self._ranks is None:
-            return get_total_norm([m.grad for m in self._masters.values() if m.grad is not None])
+            return _total_norm(list(self._grads.values()))
         grads_by_copies: dict[int, list[torch.Tensor]] = {}
-        for name, weight in self._weights.items():
-            grad = self._masters[name].grad
-            if grad is not None:
-                copies = self._ranks.size() // (self._num_stages * _num_shards(weight))
-                grads_by_copies.setdefault(copies, []).append(grad)
+        for name, grad in self._grads.items():
+            copies = self._ranks.size() // (self._num_stages * _num_shards(self._weights[name]))
+            grads_by_copies.setdefault(copies, []).append(grad)
         # In float64, where the square of no float32 norm overflows.
-        parts = [get_total_norm(g).double() ** 2 / n for n, g in grads_by_copies.items()]
+        parts = [_total_norm(g).double() ** 2 / n for n, g in grads_by_copies.items()]
         total = torch.stack(parts).sum()
         dist.all_reduce(total, group=self._ranks)
         return total.sqrt().float()
 
-    def _clip(self, norm: torch.Tensor) -> None:
-        factor = (self._config.gradient_clipping / (norm + 1e-6)).clamp(max=1.0)
-        grads = [m.grad for m in self._masters.values() if m.grad is not None]
-        torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateImportUsage]  # no public one
+    def _update(self, norm: torch.Tensor, grad_norm: float) -> None:
+        for name, grad in self._grads.items():
+            self._masters[name].grad = grad.float()
+        if grad_norm + 1e-6 > self._config.gradient_clipping:
+            factor = (self._config.gradient_clipping / (norm + 1e-6)).clamp(max=1.0)
+            grads = [m.grad for m in self._masters.values() if m.grad is not None]
+            torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateImportUsage]  # no public one
+        self._optimizer.step()
+        self.write_back()
+
+    def _uses_kernels(self) -> bool:
+        masters = self._masters.values()
+        return self._config.type == "adam" and all(m.is_cuda and m.is_contiguous() for m in masters)
+
+    def _update_by_kernels(self, norm: torch.Tensor) -> None:
+        """The same in one pass. The host waits for nothing: the norm stays on the device."""
+        from areal.engine.train import adam_kernels  # needs Triton
+
+        config, states = self._config, self._optimizer.state
+        steps = [states[self._masters[name]]["step"] for name in self._grads]
+        # A list, as one tensor would be read by the host.
+        torch._foreach_add_(steps, [norm.isfinite().float()] * len(steps))  # pyright: ignore[reportPrivateImportUsage]  # likewise
+        for name, grad in self._grads.items():
+            master = self._masters[name]
+            adam_kernels.update(
+                adam_kernels.AdamState(
+                    master,
+                    self._weights[name] if self._is_copy(name) else None,
+                    grad=grad.contiguous(),
+                    **states[master],
+                ),
+                norm,
+                lr=self.lr,
+                weight_decay=config.weight_decay if _is_decayed(master) else 0.0,
+                betas=(config.beta1, config.beta2),
+                eps=config.eps,
+                max_norm=config.gradient_clipping,
+            )
 
     @torch.no_grad()
     def write_back(self) -> None:
@@ -244,6 +279,14 @@ def _copy_all(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]  # likewise
 
 
+def _total_norm(grads: list[torch.Tensor]) -> torch.Tensor:
+    """In float32, whatever the gradients are."""
+    if not grads:
+        return torch.zeros(())
+    norms = torch._foreach_norm(grads, 2.0, dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]  # likewise
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
 def _master_of(weight: nn.Parameter) -> nn.Parameter:
     if isinstance(weight, DTensor):
         assert weight.dtype == torch.float32, "shards are float32; FSDP rounds what it gathers"
@@ -265,11 +308,15 @@ def _num_shards(weight: torch.Tensor) -> int:
     )
 
 
+def _is_decayed(master: torch.Tensor) -> bool:
+    """Norms and biases are not: pulling a scale of 1 to 0 is no regularisation."""
+    return master.ndim >= 2
+
+
 def _build(config: OptimizerConfig, masters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    # Norms and biases are not decayed: pulling a scale of 1 to 0 is no regularisation.
     groups = [
-        {"params": [m for m in masters if m.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [m for m in masters if m.ndim < 2], "weight_decay": 0.0},
+        {"params": [m for m in masters if _is_decayed(m)], "weight_decay": config.weight_decay},
+        {"params": [m for m in masters if not _is_decayed(m)], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     if config.type == "adam":

@@ -36,6 +36,7 @@ from contextlib import nullcontext
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -277,8 +278,9 @@ def _groups_of_similar_length(lengths: torch.Tensor) -> list[torch.Tensor]:
 
 def _ranges(lengths: torch.Tensor) -> torch.Tensor:
     """0..n-1 for each length n, one after another."""
-    first = lengths.cumsum(0) - lengths
-    return torch.arange(int(lengths.sum())) - first.repeat_interleave(lengths)
+    counts = lengths.numpy()  # torch wakes threads for this, which takes longer
+    first = np.repeat(np.cumsum(counts) - counts, counts)
+    return torch.from_numpy(np.arange(counts.sum()) - first)
 
 
 class Attend(Protocol):

@@ -30,7 +30,7 @@ from areal.models.common.delta_rule import CHUNK, NORM_EPS, DeltaInputs
 
 _MIX_ROWS = 16
 _MANY_PROGRAMS = 128  # about as many as a device has multiprocessors
-_CONV_ROWS, _CONV_TILES, _CONV_COLUMNS = 8, 32, 128
+_BACK_ROWS, _BACK_AT_ONCE = 64, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,20 +293,15 @@ def _mix_back(
     sizes: DeltaArgs,
     positions_T: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    d_pre_TX, d_qkv_TX = torch.empty_like(qkv_TX), torch.empty_like(qkv_TX)
-    for grid, first, plan in _parts(qkv_TX, sizes):
-        conv_kernels.mix_back_kernel[grid](
-            qkv_TX, kernel_XW, positions_T, d_mixed_TX, d_pre_TX, *qkv_TX.shape, first,
-            sizes.num_key_heads, sizes.key_dim**-0.5, NORM_EPS,
-            W=sizes.conv_size, ROWS=_MIX_ROWS, num_warps=4, **plan,
-        )  # fmt: skip
     num_tokens, width = qkv_TX.shape
-    num_parts = -(-num_tokens // (_CONV_ROWS * _CONV_TILES))
+    num_parts = triton.cdiv(num_tokens, _BACK_ROWS - sizes.conv_size + 1)
+    d_qkv_TX = torch.empty_like(qkv_TX)
     shape = (num_parts, sizes.conv_size, width)
     d_kernel = torch.empty(shape, dtype=torch.float32, device=qkv_TX.device)
-    conv_kernels.conv_back_kernel[(num_parts, triton.cdiv(width, _CONV_COLUMNS))](
-        qkv_TX, kernel_XW, positions_T, d_pre_TX, d_qkv_TX, d_kernel, num_tokens, width,
-        W=sizes.conv_size, PADDED_W=triton.next_power_of_2(sizes.conv_size), ROWS=_CONV_ROWS,
-        TILES=_CONV_TILES, COLUMNS=_CONV_COLUMNS, num_warps=4,
-    )  # fmt: skip
+    for (_, heads), first, plan in _parts(qkv_TX, sizes):
+        conv_kernels.mix_back_kernel[(num_parts, heads)](
+            qkv_TX, kernel_XW, positions_T, d_mixed_TX, d_qkv_TX, d_kernel, num_tokens, width,
+            first, sizes.num_key_heads, sizes.key_dim**-0.5, NORM_EPS,
+            W=sizes.conv_size, ROWS=_BACK_ROWS, AT_ONCE=_BACK_AT_ONCE, num_warps=1, **plan,
+        )  # fmt: skip
     return d_qkv_TX, d_kernel.sum(0).T.to(kernel_XW.dtype).contiguous()

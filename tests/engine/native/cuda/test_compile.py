@@ -40,7 +40,7 @@ def test_kernels_compile_for_an_h200(tmp_path):
         tmp_path, *models, "adapters", "hybrid", "fp8_training"
     ):
         kernels[model].append(kernel)
-    training = {"solve_kernel", "states_back_kernel", "chunk_back_kernel", "conv_back_kernel"}
+    training = {"solve_kernel", "states_back_kernel", "chunk_back_kernel", "mix_back_kernel"}
     decoding = {"_recur_kernel", "_convolve_kernel", "_gated_rope_kernel", "_add_shared_kernel"}
     assert training | decoding <= set(kernels["hybrid"])
     attention = {"_decode_kernel", "_prefill_kernel", "_prompt_kernel"}
