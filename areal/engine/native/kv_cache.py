@@ -18,10 +18,11 @@ that have ended, until their pages are needed.
 Invariants: a page is free exactly when its reference count is 0. Page 0 is scratch: padding rows
 write there, and unused entries of a page table point to it; it is never allocated. Equal full pages
 that were computed are one page: the next turn of a dialogue finds those of the turn before, prompt
-and reply. So such a page stands for all tokens up to its end, and whatever holds it in the table
-holds all pages before it. All pages that a prompt can find were computed with the weights and the
-adapter it has itself. In the tokens of a prompt with images, an image token is the image's hash
-(prompt_images.py): all here is as for text.
+and reply. So such a page stands for all tokens up to its end: they are a tree, in which whatever
+holds a page holds all pages before it, and what ends a dialogue costs the pages it has added. All
+pages that a prompt can find were computed with the weights and the adapter it has itself. In the
+tokens of a prompt with images, an image token is the image's hash (prompt_images.py): all here is
+as for text.
 
 Models with recurrent layers have states besides (state_cache.py), whose numbers are pages of a pool
 of their own. A prompt shares pages up to the last one with a mark, the state at its end. It makes
@@ -31,8 +32,8 @@ that the next prompt with this beginning finds one.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -47,6 +48,7 @@ EMPTY_STATE = 0  # of a sequence without tokens
 STATES_OF_PREFIX, STATES_OF_SEQUENCE = 3, 2
 MIN_STATES = 1 + STATES_OF_PREFIX + STATES_OF_SEQUENCE + 1  # with the empty one
 Key = tuple[int, tuple[int, ...]] | int  # adapter and tokens of a prompt, or a page
+Place = tuple[int, tuple[int, ...]]  # the page before, and the tokens of a page
 
 
 class StateSpan(NamedTuple):
@@ -93,24 +95,28 @@ class PagePool:
             self._num_holders[page] = 1
         return pages
 
-    def retain(self, pages: list[int]) -> None:
+    def retain(self, pages: Sequence[int]) -> None:
+        holders = self._num_holders
         for page in pages:
-            assert self._num_holders[page] > 0, f"page {page} is free and cannot be shared"
-            self._num_holders[page] += 1
+            count = holders[page]
+            assert count > 0, f"page {page} is free and cannot be shared"
+            holders[page] = count + 1
 
-    def release(self, pages: list[int]) -> None:
+    def release(self, pages: Sequence[int]) -> None:
+        holders = self._num_holders
         for page in pages:
-            assert self._num_holders[page] > 0, f"page {page} is released twice"
-            self._num_holders[page] -= 1
-            if not self._num_holders[page]:
+            count = holders[page] - 1
+            assert count >= 0, f"page {page} is released twice"
+            holders[page] = count
+            if not count:
                 self._free.append(page)
 
 
 @dataclass(slots=True, eq=False)
 class Prefix:
-    """The cache pages of one prompt, with a reference besides those of sharing sequences.
+    """The cache pages of one prompt, held besides by the sequences that share them.
 
-    Or the full pages of a sequence that has ended, which have no hidden state (`is_kept`).
+    Or what stands for the full pages of a sequence that has ended, the last of them (`is_kept`).
     """
 
     tokens: tuple[int, ...]
@@ -137,7 +143,7 @@ class Prefix:
 
     @property
     def key(self) -> Key:
-        """Of a kept one its last page, which stands for all its tokens."""
+        """Of a kept one its page, which stands for all its tokens."""
         return self.pages[-1] if self.is_kept else (self.adapter, self.tokens)
 
     @property
@@ -170,10 +176,13 @@ class PrefixTable:
         # An OrderedDict finds its oldest entry in O(1), however many older ones were deleted.
         self._entries: OrderedDict[Key, Prefix] = OrderedDict()
         self._pending: dict[Prefix, None] = {}  # ordered set: not ready yet
-        # Full pages of computed entries, by the page before and their own tokens. Before the first
-        # page comes the adapter's number, negative.
-        self._page_after: dict[tuple[int, tuple[int, ...]], int] = {}
-        self._num_entries: Counter[int] = Counter()  # computed entries of such a page
+        # The tree of full pages that were computed, each by its place: the page before, and its own
+        # tokens. Before the first page comes the adapter's number, negative. A reference each.
+        self._page_after: dict[Place, int] = {}
+        self._place_of: dict[int, Place] = {}
+        # Of each, the pages after it, the computed entries that end with it, and those being
+        # computed that begin with it.
+        self._num_uses: dict[int, int] = {}
         self.num_updates = 0  # of the weights: pages of an earlier count are not kept
 
     def __len__(self) -> int:
@@ -182,7 +191,7 @@ class PrefixTable:
     @property
     def num_pages(self) -> int:
         """Full pages that a prompt can find."""
-        return len(self._num_entries)
+        return len(self._num_uses)
 
     @property
     def pending(self) -> list[Prefix]:
@@ -196,24 +205,29 @@ class PrefixTable:
         return prefix
 
     def borrow(self, tokens: tuple[int, ...], adapter: int = 0) -> list[int]:
-        """Retained pages with the first of these tokens, for `create`. The last token is never
-        among them: its hidden state has to be computed."""
+        """Pages with the first of these tokens, held for `create`, or until `give_back`. The last
+        token is never among them: its hidden state has to be computed."""
         pages = self._known_pages(tokens, adapter)
         while self._states is not None and pages and pages[-1] not in self._mark_of:
             pages.pop()
-        self._pool.retain(pages)
-        if pages and pages[-1] in self._entries:
-            self._entries.move_to_end(pages[-1])
+        if pages:
+            self._num_uses[pages[-1]] += 1
+            if pages[-1] in self._entries:
+                self._entries.move_to_end(pages[-1])
         return pages
+
+    def give_back(self, borrowed: Sequence[int]) -> None:
+        if borrowed:
+            self._let_go(borrowed[-1])
 
     def can_follow(self, borrowed: Sequence[int]) -> bool:
         """Whether `create` can still use them: not if the mark at their end was evicted since."""
         return self._states is None or not borrowed or borrowed[-1] in self._mark_of
 
     def _known_pages(self, tokens: tuple[int, ...], adapter: int) -> list[int]:
-        size, pages, before = self._pool.page_size, [], -adapter
+        size, pages, before, page_after = self._pool.page_size, [], -adapter, self._page_after
         for start in range(0, (len(tokens) - 1) // size * size, size):
-            page = self._page_after.get((before, tokens[start : start + size]))
+            page = page_after.get((before, tokens[start : start + size]))
             if page is None:
                 break
             pages.append(page)
@@ -259,9 +273,49 @@ class PrefixTable:
     def complete(self, prefix: Prefix, last_hidden: torch.Tensor) -> None:
         prefix.last_hidden = last_hidden
         del self._pending[prefix]
-        self._share_pages(prefix)
+        size = self._pool.page_size
+        num_borrowed, num_full = prefix.num_borrowed // size, prefix.num_tokens // size
+        own = prefix.pages[num_borrowed:num_full]
+        before = prefix.pages[num_borrowed - 1] if num_borrowed else -prefix.adapter
+        tokens = prefix.tokens[num_borrowed * size : num_full * size]
+        prefix.pages[num_borrowed:num_full] = self._add(before, tokens, own)
+        self._pool.release(own)  # the tree has its own references
+        if num_full:
+            self._num_uses[prefix.pages[num_full - 1]] += 1
+        self.give_back(prefix.pages[:num_borrowed])
         for count, state in prefix.marks.items():
-            self._mark(prefix.pages[count // self._pool.page_size - 1], state)
+            self._mark(prefix.pages[count // size - 1], state)
+
+    def _add(self, before: int, tokens: tuple[int, ...], pages: Sequence[int]) -> list[int]:
+        """`pages` with these tokens can be found from now on, after the page `before` or, if that
+        is an adapter's number, at the beginning. Of those computed twice, returns the first one."""
+        size, found = self._pool.page_size, []
+        for number, page in enumerate(pages):
+            place = (before, tokens[number * size : (number + 1) * size])
+            known = self._page_after.get(place)
+            if known is None:
+                known = self._page_after[place] = page
+                self._place_of[page] = place
+                self._num_uses[page] = 0
+                self._pool.retain((page,))
+                if before > 0:
+                    self._num_uses[before] += 1
+            found.append(known)
+            before = known
+        return found
+
+    def _let_go(self, page: int) -> None:
+        """One use less; pages that have none leave the tree."""
+        while page > 0:
+            self._num_uses[page] -= 1
+            if self._num_uses[page]:
+                return
+            if self._states is not None and page in self._mark_of:
+                self._states.release((self._mark_of.pop(page),))
+            place = self._place_of.pop(page)
+            del self._num_uses[page], self._page_after[place]
+            self._pool.release((page,))
+            page = place[0]
 
     def _mark(self, page: int, state: int) -> None:
         """`state` is at the end of a page that the table has."""
@@ -271,24 +325,34 @@ class PrefixTable:
             self._mark_of[page] = state
 
     def keep(
-        self, tokens: tuple[int, ...], pages: list[int], adapter: int = 0, mark: int | None = None
+        self,
+        tokens: tuple[int, ...],
+        pages: list[int],
+        adapter: int = 0,
+        mark: int | None = None,
+        *,
+        num_known: int = 0,
     ) -> None:
         """The full pages among `pages`, which hold keys and values of `tokens`; `mark` is the
-        state at the end of the last of them."""
-        num_full = len(tokens) // self._pool.page_size
+        state at the end of the last of them. The first `num_known` were those of its prompt: if
+        they still are in the tree, only those after them are added."""
+        size = self._pool.page_size
+        num_full = len(tokens) // size
         if not num_full:
             return
-        full = tokens[: num_full * self._pool.page_size]
-        kept = Prefix(full, pages[:num_full], adapter, is_kept=True)
-        self._pool.retain(kept.pages)
-        self._share_pages(kept)
+        if num_known and pages[num_known - 1] not in self._place_of:
+            num_known = 0
+        before = pages[num_known - 1] if num_known else -adapter
+        own = tokens[num_known * size : num_full * size]
+        last = [before, *self._add(before, own, pages[num_known:num_full])][-1]
+        kept = Prefix((), [last], adapter, is_kept=True)
         if kept.key in self._entries:  # two sequences of the same tokens
-            self._release(kept)
             self._entries.move_to_end(kept.key)
         else:
             self._entries[kept.key] = kept
+            self._num_uses[last] += 1
         if mark is not None:
-            self._mark(kept.pages[-1], mark)
+            self._mark(last, mark)
 
     def wait(self, prefix: Prefix) -> None:
         prefix.num_waiting += 1
@@ -333,32 +397,12 @@ class PrefixTable:
         self._release(prefix)
 
     def _release(self, prefix: Prefix) -> None:
-        if prefix.is_computed:
-            for number, place in self._full_pages(prefix):
-                page = prefix.pages[number]
-                self._num_entries[page] -= 1
-                if not self._num_entries[page]:
-                    del self._num_entries[page], self._page_after[place]
-                    if self._states is not None and page in self._mark_of:
-                        self._states.release([self._mark_of.pop(page)])
-        self._pool.release(prefix.pages)
+        size = self._pool.page_size
+        num_in_tree = (prefix.num_tokens if prefix.is_ready else prefix.num_borrowed) // size
+        if prefix.is_kept:
+            num_in_tree = 1
+        self._pool.release(prefix.pages[num_in_tree:])
+        self.give_back(prefix.pages[:num_in_tree])
         if self._states is not None:
             own = (prefix.state, prefix.start_state, *prefix.marks.values())
             self._states.release([state for state in own if state is not None])
-
-    def _share_pages(self, prefix: Prefix) -> None:
-        """Its full pages can be found from now on; pages computed twice become one."""
-        for number, place in self._full_pages(prefix):
-            page = self._page_after.setdefault(place, prefix.pages[number])
-            if page != prefix.pages[number]:
-                self._pool.retain([page])
-                self._pool.release([prefix.pages[number]])
-                prefix.pages[number] = page
-            self._num_entries[page] += 1
-
-    def _full_pages(self, prefix: Prefix) -> Iterator[tuple[int, tuple[int, tuple[int, ...]]]]:
-        """Number and key of each. A page may be replaced before the next one is asked for."""
-        size = self._pool.page_size
-        for number in range(prefix.num_tokens // size):
-            before = prefix.pages[number - 1] if number else -prefix.adapter
-            yield number, (before, prefix.tokens[number * size : (number + 1) * size])

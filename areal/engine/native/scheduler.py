@@ -275,7 +275,8 @@ class Scheduler:
             computed = int(self.slots.num_tokens[sequence.slot]) - 1
             has_mark = border > len(sequence.prompt_key) and computed - border < self.pool.page_size
             mark = sequence.mark if has_mark else None
-            self.prefixes.keep(cached, sequence.pages, sequence.adapter, mark)
+            num_known = len(sequence.prompt_key) // self.pool.page_size
+            self.prefixes.keep(cached, sequence.pages, sequence.adapter, mark, num_known=num_known)
         self.release(sequence)
 
     def send_back(self, sequence: Sequence) -> None:
@@ -308,7 +309,7 @@ class Scheduler:
         num_states = STATES_OF_SEQUENCE + (STATES_OF_PREFIX if prefix is None else 0)
         has_room = self.prefixes.make_room(num_own + num_new, prefix, num_states=num_states)
         if not has_room or not self.prefixes.can_follow(borrowed):
-            pool.release(borrowed)
+            self.prefixes.give_back(borrowed)
             # Making room evicted the mark after the borrowed pages: there are fewer to borrow now.
             return has_room and self._place(sequence)
         prefix = prefix or self.prefixes.create(prompt, borrowed, adapter, sequence.images)

@@ -136,7 +136,7 @@ def test_pages_outlive_the_prompt_that_computed_them():
     assert table.find(first.tokens) is None
     again = table.borrow((1, 2, 3, 4, 5, 6, 7, 8, 0))
     assert again == shared
-    pool.release(again)
+    table.give_back(again)
     table.forget()
     assert pool.num_free == pool.num_usable
     assert table.borrow((1, 2, 3, 4, 5)) == []
@@ -163,7 +163,7 @@ def test_full_pages_of_what_has_ended_are_found_until_their_room_is_needed():
     assert pool.num_free == 4 and table.num_pages == 2, "the partial page is free"
     found = table.borrow((*tokens, 10))
     assert found == pages[:2]
-    pool.release(found)
+    table.give_back(found)
     assert table.find(tokens) is None, "it has no hidden state to draw from"
     table.keep((1, 2, 3), pool.allocate(1))  # no full page
     assert table.make_room(5) and table.borrow(tokens) == [] and table.num_pages == 0
@@ -187,6 +187,6 @@ def test_what_was_borrowed_lately_is_evicted_last():
         pages = pool.allocate(1)
         table.keep((first, 2, 3, 4), pages)
         pool.release(pages)
-    pool.release(table.borrow((1, 2, 3, 4, 5)))
+    table.give_back(table.borrow((1, 2, 3, 4, 5)))
     assert table.make_room(3)
     assert table.borrow((2, 2, 3, 4, 5)) == [] and len(table.borrow((1, 2, 3, 4, 5))) == 1
