@@ -199,9 +199,10 @@ def step_s(engine: Training, lengths: list[int], max_tokens: int) -> float:
 
 
 def generation_rows() -> Iterator[Comparison]:
+    others = (f"generation_{kind}" for kind in ("fp8", "wide", "turns", "more", "hybrid"))
     measured = results("generation") | {
         name: value
-        for file in ("generation_fp8", "generation_wide", "generation_more", "generation_hybrid")
+        for file in others
         for name, value in results(file).items()
         if name not in results("generation")
     }
