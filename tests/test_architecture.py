@@ -254,6 +254,7 @@ NEEDS = {
     ),
     "triton": (
         "areal.engine.native.cuda",
+        "areal.engine.train.adam_kernels",
         "areal.engine.train.logprob_kernels",
         "areal.models.common.delta_chunk_kernels",
         "areal.models.common.delta_conv_kernels",

@@ -203,6 +203,7 @@ def supervise(
     `newest_point` returns the step of the newest recover point, the measure of progress.
     `stacks_file` gets the stacks of a child that does not react to a signal.
     """
+    stacks.listen()  # or SIGUSR1, meant for the training process, would end parent and run
     budget = RestartBudget(retries)
     while True:
         before = newest_point()

@@ -54,6 +54,7 @@ class Watched:
 def main(text: str) -> None:
     """Entry point of the watcher; `text` is a Watched as JSON."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run
+    stacks.listen()
     run = Watched(**json.loads(text))
     channel = Channel(socket.socket(fileno=run.channel_fd))
     if run.restart_fd is not None:

@@ -26,6 +26,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pydantic_core import from_json, to_json
 
 from areal.api.json_text import well_formed
+from areal.utils import stacks
 from areal.utils.channel import Channel
 from areal.utils.limited_process import cpu_time, limit_resources
 
@@ -35,6 +36,7 @@ OUTPUT_FACTOR, OUTPUT_CHARS = 4, 1 << 20  # output characters: chat bytes * fact
 
 
 def main(fd: str) -> None:
+    stacks.listen()
     channel = Channel(socket.socket(fileno=int(fd)))
     os.dup2(2, 1)  # printed text is for the log
     limit_resources(MEMORY_BYTES)

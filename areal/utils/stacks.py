@@ -166,10 +166,13 @@ def _write(file: IO[str], text: str) -> None:
 
 def _command(pid: int) -> str:
     try:
-        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
     except OSError:
         return ""
-    return " ".join(command.replace(b"\0", b" ").decode(errors="replace").split())
+    argv = command.split("\0")
+    if argv[1:3] == ["-P", "-c"]:  # child_process.module_argv: code and sys.path, then its name
+        argv = argv[5:]
+    return " ".join(" ".join(argv).split())
 
 
 def _catches(pid: int, signum: int) -> bool:

@@ -419,3 +419,25 @@ def test_choices_are_the_rows_of_the_algorithm_tables() -> None:
     assert none is type(None)
     assert set(typing.get_args(estimators)) == set(KL_ESTIMATORS)
     assert set(typing.get_args(field_types(DPOActorConfig)["loss_type"])) == set(PREFERENCE_LOSSES)
+
+
+@pytest.mark.parametrize("name", sorted(set(POLICY_LOSSES) - {"ppo"}))
+def test_a_shipped_loss_is_named_by_its_key_not_as_policy_loss(tmp_path: Path, name: str):
+    told = complaint(tmp_path, "ppo", f"actor.policy_loss={name}")
+    assert f"policy_loss {name} is chosen by" in told
+
+
+# A decoupled loss corrects any other.
+OF_SHIPPED = [
+    name
+    for name in field_types(PPOActorConfig)
+    if name.startswith("use_") and name.endswith("_loss") and name != "use_decoupled_loss"
+]
+
+
+@pytest.mark.parametrize("key", OF_SHIPPED)
+def test_a_loss_of_ones_own_refuses_the_keys_of_shipped_ones(tmp_path: Path, key: str):
+    needed = ["actor.eps_clip_higher=4"] if key == "use_cispo_loss" else []
+    own = "actor.policy_loss=my.losses.mine"
+    told = complaint(tmp_path, "ppo", own, f"actor.{key}=true", *needed)
+    assert f"{key} must be left out" in told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -116,3 +117,18 @@ def wait_until(condition) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.02)
+
+
+def test_to_ask_for_stacks_ends_neither_parent_nor_child(tmp_path):
+    parent = start(tmp_path, 0, "sleep")
+    deadline = time.monotonic() + 60
+    while not pids(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for pid in (parent.pid, *pids(tmp_path)):
+        os.kill(pid, signal.SIGUSR1)
+    time.sleep(0.5)
+    assert parent.poll() is None
+    parent.send_signal(signal.SIGTERM)
+    _, errors = parent.communicate(timeout=60)
+    assert parent.returncode == 130 and len(pids(tmp_path)) == 1
+    assert errors.count("Current thread") == 2

@@ -156,7 +156,8 @@ def test_rollout_workers_that_are_stopped(tmp_path):
         os.kill(pid, signal.SIGSTOP)
     line = last_line(command.wait(900))
     assert "for rollout worker " in line
-    assert all(f"stopped: process {pid} " in line for pid in workers)
+    assert all(f"stopped: process {pid} (" in line for pid in workers)
+    assert "rollout_worker/0)" in line and "rollout_worker/1)" in line
 
 
 def processes_of(root: int, word: bytes) -> list[int]:

@@ -4,6 +4,9 @@ Reads the gradient as backward left it, clips and updates, and rounds the result
 torch's fused AdamW needs a float32 gradient, and a pass each to make it, to clip it and to round.
 """
 
+# A kernel's launch has other parameters than the kernel.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 import math

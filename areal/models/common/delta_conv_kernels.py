@@ -7,6 +7,10 @@ The tokens before the first of a sequence are zeros, or the last W - 1 rows of w
 before, out of a cache `[S, W - 1, X]`: of sequence r those numbered `from[r]`.
 """
 
+# Triton unrolls loops over tuples that grow, of which the checker knows the first length only.
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false
+
 from __future__ import annotations
 
 import triton

@@ -294,7 +294,7 @@ def _mix_back(
     positions_T: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     num_tokens, width = qkv_TX.shape
-    num_parts = triton.cdiv(num_tokens, _BACK_ROWS - sizes.conv_size + 1)
+    num_parts = -(-num_tokens // (_BACK_ROWS - sizes.conv_size + 1))
     d_qkv_TX = torch.empty_like(qkv_TX)
     shape = (num_parts, sizes.conv_size, width)
     d_kernel = torch.empty(shape, dtype=torch.float32, device=qkv_TX.device)
