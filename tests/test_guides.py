@@ -3,7 +3,8 @@
 A code span of a guide is a promise. Each must be one of: a file of the repository, a command of
 areal or make, a name in `areal` or in a Python file that the same guide cites, a config key, a
 marker of pytest, a variable that areal reads. NAME and RUN stand for what the reader fills in:
-`areal/reward/NAME.py` needs only the folder; `RUN/logs/main.log` only a name that areal writes.
+`areal/reward/NAME.py` needs only the folder; `RUN/logs/main.log` only a name that areal writes. A
+path below runs/ is one that the recipe of the demo reads.
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ def test_what_a_guide_cites_exists(guide):
         ("`areal/reward/no_such.py`", "no such file"),
         ("`areal/no_such/NAME.py`", "no such file"),
         ("`RUN/logs/no_such.log`", "no such file"),
+        ("`runs/demo/no_such`", "no such file"),
         ("`REWARD_FN` of `areal/reward/__init__.py`", "neither"),
         ("`no.such.key`", "neither"),
         ("`areal.reward.no_such`", "neither"),
@@ -152,6 +154,9 @@ def path_fault(path: str) -> str | None:
     parts = Path(path).parts
     if parts[0] == "RUN":
         known = parts[-1] in source_text()
+    elif path.startswith("runs/demo/"):  # what `areal demo` writes, and its recipe reads
+        recipe = (ROOT / "examples/math/arithmetic_grpo.yaml").read_text(encoding="utf-8")
+        known = path.removeprefix("runs/demo/") in recipe
     else:
         filled_in = [i for i, part in enumerate(parts) if PLACEHOLDER.search(part)]
         known = ROOT.joinpath(*parts[: filled_in[0]] if filled_in else parts).exists()
