@@ -37,7 +37,7 @@ _BUSY_S = 0.25  # how long threads are sampled to find the busy one
 _SHOWN_FRAMES = 3
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
-_listening: TextIO | None = None  # kept open: the handler writes to its descriptor
+_listening: TextIO | None = None  # a file, kept open: the handler writes to its descriptor
 
 
 @contextlib.contextmanager
@@ -66,11 +66,14 @@ def listen() -> None:
     global _listening
     path = os.environ.get(VARIABLE)
     errors = sys.__stderr__ or sys.stderr  # the real one: a replacement may have no descriptor
-    file = open(path, "a") if path else errors  # noqa: SIM115 (see above)
+    file = errors
+    if path:
+        with contextlib.suppress(FileNotFoundError):  # a run that was refused removes its folder
+            file = open(path, "a")  # noqa: SIM115 (see above)
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
     if not faulthandler.is_enabled():
         faulthandler.enable(file=errors)
-    _listening = file
+    _listening = None if file is errors else file
 
 
 def _stop_listening() -> None:

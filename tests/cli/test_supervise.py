@@ -132,3 +132,14 @@ def test_to_ask_for_stacks_ends_neither_parent_nor_child(tmp_path):
     _, errors = parent.communicate(timeout=60)
     assert parent.returncode == 130 and len(pids(tmp_path)) == 1
     assert errors.count("Current thread") == 2
+
+
+def test_stacks_go_to_standard_error_where_the_folder_of_a_run_is_gone(tmp_path):
+    code = (
+        "import os, signal\nfrom areal.utils import stacks\n"
+        "stacks.listen()\nos.kill(os.getpid(), signal.SIGUSR1)"
+    )
+    env = os.environ | {"AREAL_STACKS": str(tmp_path / "gone" / "stacks.txt")}
+    argv = [sys.executable, "-c", code]
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60, check=True)
+    assert "Current thread" in done.stderr
