@@ -173,7 +173,8 @@ def _command(pid: int) -> str:
     except OSError:
         return ""
     argv = command.split("\0")
-    if argv[1:3] == ["-P", "-c"]:  # child_process.module_argv: code and sys.path, then its name
+    # child_process.module_argv: after the code and sys.path come the module and its arguments.
+    if argv[1:3] == ["-P", "-c"] and len(argv) > 6:
         argv = argv[5:]
     return " ".join(" ".join(argv).split())
 

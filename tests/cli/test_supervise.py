@@ -121,9 +121,7 @@ def wait_until(condition) -> None:
 
 def test_to_ask_for_stacks_ends_neither_parent_nor_child(tmp_path):
     parent = start(tmp_path, 0, "sleep")
-    deadline = time.monotonic() + 60
-    while not pids(tmp_path) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: pids(tmp_path))
     for pid in (parent.pid, *pids(tmp_path)):
         os.kill(pid, signal.SIGUSR1)
     time.sleep(0.5)

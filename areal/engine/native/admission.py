@@ -39,7 +39,7 @@ class Limits:
         drawn = request.so_far.tokens if request.so_far is not None else []
         fields = (("input_ids", ids), ("stop_token_ids", stop_ids), ("so_far", drawn))
         for field, tokens in fields:
-            if tokens and not _lie_below(vocab_size, tokens):
+            if tokens and not _are_below(vocab_size, tokens):
                 raise ValueError(
                     f"{field} must lie in [0, {vocab_size}), the model's vocabulary, "
                     f"got {min(tokens)} to {max(tokens)}"
@@ -95,10 +95,10 @@ class Limits:
         return min(request.gconfig.max_tokens, self.max_context, cache_pages * size)
 
 
-def _lie_below(limit: int, tokens: list[int]) -> bool:
-    """Of all ways to look at a list of numbers this one costs the host a tenth of min and max."""
+def _are_below(limit: int, tokens: list[int]) -> bool:
+    """Whether all lie in [0, limit). `min` and `max` of a long prompt take ten times as long."""
     try:
         values = np.frombuffer(struct.pack(f"{len(tokens)}q", *tokens), np.int64)
-    except struct.error:  # one has more than 64 bits
+    except struct.error:  # no integer of 64 bits
         return False
     return bool(values.min() >= 0 and values.max() < limit)

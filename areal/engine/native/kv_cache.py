@@ -116,7 +116,8 @@ class PagePool:
 class Prefix:
     """The cache pages of one prompt, held besides by the sequences that share them.
 
-    Or what stands for the full pages of a sequence that has ended, the last of them (`is_kept`).
+    Or the last full page of a sequence that has ended, with which the tree keeps all pages before
+    it (`is_kept`).
     """
 
     tokens: tuple[int, ...]
@@ -177,7 +178,8 @@ class PrefixTable:
         self._entries: OrderedDict[Key, Prefix] = OrderedDict()
         self._pending: dict[Prefix, None] = {}  # ordered set: not ready yet
         # The tree of full pages that were computed, each by its place: the page before, and its own
-        # tokens. Before the first page comes the adapter's number, negative. A reference each.
+        # tokens. Before the first page comes the adapter's number, negative. The table has one
+        # reference to each.
         self._page_after: dict[Place, int] = {}
         self._place_of: dict[int, Place] = {}
         # Of each, the pages after it, the computed entries that end with it, and those being

@@ -119,7 +119,7 @@ class MasterOptimizer:
         self._take_shards()
         norm = self._gradient_norm()
         if self._uses_kernels():
-            self._update_by_kernels(norm)  # unless the norm is not finite, which only it can see
+            self._update_by_kernels(norm)  # changes nothing if the norm is not finite
             grad_norm = norm.item()
         else:
             grad_norm = norm.item()
@@ -183,6 +183,8 @@ class MasterOptimizer:
         """The same in one pass. The host waits for nothing: the norm stays on the device."""
         from areal.engine.train import adam_kernels  # needs Triton
 
+        if not self._grads:
+            return
         config, states = self._config, self._optimizer.state
         steps = [states[self._masters[name]]["step"] for name in self._grads]
         # A list, as one tensor would be read by the host.

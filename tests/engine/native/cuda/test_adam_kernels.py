@@ -80,6 +80,14 @@ def test_a_gradient_that_is_not_finite_changes_nothing(device):
     assert optimizer.num_skipped_steps == 2
 
 
+def test_a_step_without_a_gradient_changes_nothing(device):
+    model = Toy(device)
+    optimizer = InOnePass(model, _CONFIG, 10)
+    before = [x.clone() for x in _all_numbers(model, optimizer)]
+    assert optimizer.step()["grad_norm"] == 0.0
+    assert all(map(torch.equal, _all_numbers(model, optimizer), before))
+
+
 def _all_numbers(model: Toy, optimizer: MasterOptimizer) -> list[torch.Tensor]:
     moments = [x for state in optimizer.moments().values() for x in state.values()]
     return [*model.parameters(), *optimizer.masters().values(), *moments]
