@@ -372,7 +372,7 @@ def check_grpo_run(root: Path, *overrides: str) -> None:
         drawn = trajectory["versions"][trajectory["loss_mask"].bool()]
         assert step - drawn.max() >= 0 and step - drawn.min() <= 2
         versions |= set(drawn.tolist())
-    assert len(versions) > 1
+    assert max(versions) > 0  # step 3 cannot be trained on tokens of version 0
     for version in versions:
         saved = sorted(paths.checkpoints.glob(f"actor/*globalstep{version - 1}"))
         folder = saved[0] if version else Path(config.actor.path)

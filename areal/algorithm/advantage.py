@@ -29,8 +29,6 @@ import torch
 from areal.algorithm import lambda_call
 from areal.utils.import_path import signature_of
 
-LambdaFunction = Callable[..., torch.Tensor]
-
 
 def overlong_penalty(
     response_lens: torch.Tensor, *, max_new_tokens: int, overlong_tokens: int, factor: float
@@ -144,11 +142,11 @@ def check_turn_ids(turn_ids_BS: torch.Tensor, mask_BS: torch.Tensor) -> None:
     """ValueError unless the turns of each row's generated tokens count up from 0 or more."""
     # In numpy, which is faster for one group; this runs for every one.
     mask, turns = mask_BS.numpy(force=True).astype(bool), turn_ids_BS.numpy(force=True)
-    wrong = mask & (turns < 0)
-    newest = np.where(mask, turns, -1)
-    if newest.max(initial=0) > 0:  # else there is one turn, which cannot fall
-        newest = np.maximum.accumulate(newest, axis=1)
-        wrong |= mask & (turns < newest)
+    said = np.where(mask, turns, 0)
+    if not said.any():  # one turn on every generated token
+        return
+    newest = np.maximum.accumulate(np.where(mask, turns, -1), axis=1)
+    wrong = mask & ((turns < 0) | (turns < newest))
     if wrong.any():
         row, token = map(int, np.argwhere(wrong)[0])
         raise ValueError(

@@ -46,7 +46,8 @@ from __future__ import annotations
 
 import copy
 import math
-import uuid
+import os
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -127,6 +128,15 @@ class Grammar:
 
 GRAMMAR_KINDS = ("json_schema", "regex", "lark")
 
+# A private generator: a workflow that seeds `random` would repeat ids. Reseeded in forked
+# processes. A uuid4 reads the kernel's entropy each time.
+_rids = random.Random()
+os.register_at_fork(after_in_child=_rids.seed)
+
+
+def new_rid() -> str:
+    return f"{_rids.getrandbits(128):032x}"
+
 
 @dataclass(slots=True)
 class ModelRequest:
@@ -142,7 +152,7 @@ class ModelRequest:
 
     input_ids: list[int]
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
-    rid: str = field(default_factory=lambda: str(uuid.uuid4()))
+    rid: str = field(default_factory=new_rid)
     metadata: dict[str, Any] = field(default_factory=dict)
     tokenizer: Any = None
     image_data: list[str] = field(default_factory=list)  # base64, in prompt order

@@ -71,8 +71,8 @@ logger = logging.getLogger("RolloutExecutor")
 _REJECTED_BATCHES = 10  # in a row, before a warning
 # A transaction costs about as much as the outcomes in it, so a busy loop collects them: the next
 # one begins this many times as long after the last as that took, or when the trainer needs it.
-_PAUSE = 9
-_MAX_PAUSE_S = 0.02
+_PAUSE = 19
+_MAX_PAUSE_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)

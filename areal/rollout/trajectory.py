@@ -64,15 +64,16 @@ def check_trajectory_format(
     if data is None or is_interactions(data):
         return True
     _check_keys(data, expected_keys or ())
-    rows, width = data["input_ids"].shape
+    shape = data["input_ids"].shape
+    rows = shape[0]
     problems = [] if batch_size in (None, rows) else [f"it has {rows} rows, expected {batch_size}"]
     for key, value in data.items():
         if key == MULTI_MODAL_KEY:
             _check_multi_modal(value, rows)
-        elif value.dim() == 0 or value.shape[:2] != (rows, width)[: value.dim()]:
+        elif (its := value.shape) != shape and (not its or its[:2] != shape[: len(its)]):
             problems.append(
-                f"trajectory[{key!r}] must begin with [B, S] = {(rows, width)} or be [B], "
-                f"got {tuple(value.shape)}"
+                f"trajectory[{key!r}] must begin with [B, S] = {tuple(shape)} or be [B], "
+                f"got {tuple(its)}"
             )
     if not problems and {"turn_ids", "loss_mask"} <= data.keys():
         try:
@@ -157,10 +158,11 @@ def number_episodes(results: Sequence[dict[str, Any] | None]) -> list[dict[str, 
 
 
 def number_rows(group: dict[str, Any], num_samples: int) -> dict[str, Any]:
-    """As `number_episodes`, for a group that a workflow made at once: row i is sample i."""
+    """As `number_episodes`, for a group that a workflow made at once, which is checked whole: row i
+    is sample i."""
     _check_rows(group, num_samples)
     # Not torch.arange, which releases the GIL and waits for the trainer to give it back.
-    ids = torch.from_numpy(np.arange(num_samples, dtype=np.int32))  # pyright: ignore[reportUnknownMemberType]
+    ids = torch.from_numpy(np.arange(num_samples, dtype=np.int32))  # pyright: ignore[reportUnknownMemberType]  # torch has no type for it
     return {**group, EPISODE_KEY: ids}
 
 
@@ -179,7 +181,7 @@ def split_rows(group: dict[str, Any], num_samples: int) -> list[dict[str, Any]]:
 
 
 def _check_rows(group: dict[str, Any], num_samples: int) -> None:
-    _check_keys(group, ())
+    check_trajectory_format(group)
     if len(group["input_ids"]) != num_samples:
         raise ValueError(
             f"arun_group: expected a row for each of {num_samples} samples that did not fail, got "
@@ -233,15 +235,24 @@ def version_span(trajectory: dict[str, torch.Tensor]) -> tuple[int, int] | None:
 
 def mean_reward(trajectory: dict[str, torch.Tensor]) -> float | None:
     """Mean over episodes of the unnormalized rewards."""
+    rewards = episode_rewards(trajectory)
+    return None if rewards is None else math.fsum(rewards) / len(rewards)
+
+
+def episode_rewards(trajectory: dict[str, torch.Tensor]) -> list[float] | None:
+    """The unnormalized reward of each episode of a group; None if it has no rewards."""
     rewards = trajectory.get("original_rewards", trajectory.get("rewards"))
     if rewards is None:
         return None
     ids = trajectory.get(EPISODE_KEY)
-    values = rewards.numpy(force=True)
-    # An episode is one row unless an agent made it. Plain numpy: this runs for every group.
-    if ids is None or len(set(ids.numpy(force=True).data)) == len(values):
-        return float(values.mean(dtype=np.float64))
-    return float(episode_means(rewards, ids).mean())
+    # An episode is one row unless an agent made it. Plain Python: this runs for every group.
+    if ids is None or len(set(_numbers(ids))) == len(rewards):
+        return _numbers(rewards)
+    return _numbers(episode_means(rewards, ids))
+
+
+def _numbers(vector: torch.Tensor) -> list[float]:
+    return cast(list[float], vector.tolist())  # pyright: ignore[reportUnknownMemberType]  # untyped in torch
 
 
 def encode(trajectory: dict[str, Any]) -> bytes:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from areal.api.alloc_mode import ModelAllocation
-from areal.api.config.inference_servers import NativeServerConfig
+from areal.api.config.inference_servers import NativeServerConfig, SGLangConfig, vLLMConfig
 from areal.api.engine_api import InferenceEngine
 from areal.api.io_struct import WeightUpdateMeta
 from areal.api.redact import remember_secret
@@ -136,13 +136,6 @@ def takes_adapters(config: PPOConfig) -> bool:
     is_here = not config.scheduler.by_ray and not rollout.api_url
     is_plain = rollout.engine == "native" and rollout.tensor_parallel == 1
     return rollout.use_lora or (is_plain and is_here and best_device() == "cpu")
-
-
-def _stock_adapters(config: PPOConfig) -> tuple[str, int | None]:
-    """Name and rank of the adapters that a stock server gets; "" and None if it gets none."""
-    if not config.rollout.use_lora:
-        return "", None
-    return config.rollout.lora_name, config.actor.lora_rank
 
 
 def _local_engine(config: PPOConfig) -> NativeLocalEngine:
@@ -297,49 +290,47 @@ def native_options(config: PPOConfig) -> dict[str, Any]:
 
 
 def _vllm_kind(config: PPOConfig) -> _Kind:
-    vllm, model = config.vllm, config.actor.path
-    lora_name, lora_rank = _stock_adapters(config)
-    max_context = vllm.max_context or _model_context(config)
-    options = {
-        "model_path": model,
-        "dtype": vllm.dtype or config.actor.dtype,
+    vllm, max_context = config.vllm, config.vllm.max_context or _model_context(config)
+    options = _stock_options(config, vllm) | {
         "max_model_len": max_context,
         "max_num_seqs": vllm.max_num_seqs,
         "gpu_memory_utilization": vllm.gpu_memory_utilization,
         "cpu_cache_gb": vllm.cpu_cache_gb,
         "enforce_eager": vllm.enforce_eager,
-        "lora_rank": lora_rank,
-        "extra_args": vllm.arguments,
-        "pipeline_parallel": config.rollout.pipeline_parallel,
     }
+    protocol = VLLMProtocol(config.actor.path, lora_name=_stock_lora_name(config))
     return _Kind(
-        VLLMProtocol(model, lora_name=lora_name),
-        launch_vllm_server,
-        options,
-        max_context,
-        seed=vllm.seed,
-        needs_scratch=True,
+        protocol, launch_vllm_server, options, max_context, seed=vllm.seed, needs_scratch=True
     )
 
 
 def _sglang_kind(config: PPOConfig) -> _Kind:
-    sglang, model = config.sglang, config.actor.path
-    lora_name, lora_rank = _stock_adapters(config)
-    max_context = sglang.max_context or _model_context(config)
-    options = {
-        "model_path": model,
-        "dtype": sglang.dtype or config.actor.dtype,
+    sglang, max_context = config.sglang, config.sglang.max_context or _model_context(config)
+    options = _stock_options(config, sglang) | {
         "context_length": max_context,
         "max_running_requests": sglang.max_running_requests,
         "mem_fraction_static": sglang.mem_fraction_static,
         "attention_backend": sglang.attention_backend,
-        "lora_rank": lora_rank,
         "lora_target_modules": config.actor.target_modules,
-        "extra_args": sglang.arguments,
+    }
+    protocol = SGLangProtocol(config.actor.path, lora_name=_stock_lora_name(config))
+    return _Kind(protocol, launch_sglang_server, options, max_context, sglang.seed)
+
+
+def _stock_options(config: PPOConfig, section: vLLMConfig | SGLangConfig) -> dict[str, Any]:
+    """Options that both stock servers are launched with."""
+    return {
+        "model_path": config.actor.path,
+        "dtype": section.dtype or config.actor.dtype,
+        "lora_rank": config.actor.lora_rank if config.rollout.use_lora else None,
+        "extra_args": section.arguments,
         "pipeline_parallel": config.rollout.pipeline_parallel,
     }
-    protocol = SGLangProtocol(model, lora_name=lora_name)
-    return _Kind(protocol, launch_sglang_server, options, max_context, sglang.seed)
+
+
+def _stock_lora_name(config: PPOConfig) -> str:
+    """Of the adapter that a stock server gets; "" if it gets none."""
+    return config.rollout.lora_name if config.rollout.use_lora else ""
 
 
 def max_context(config: PPOConfig) -> int | None:

@@ -34,9 +34,22 @@ def reachable_url(host: str, port: int) -> str:
 
 
 def _own_address() -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing; an address of no machine
-        except OSError:  # without a network
-            return "127.0.0.1"
+    try:
+        return address_towards("192.0.2.1", 9)  # an address of no machine
+    except OSError:  # without a network
+        return "127.0.0.1"
+
+
+def address_towards(host: str, port: int) -> str:
+    """The local address that packets to `host` are sent from; OSError if there is no way there."""
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))  # sends nothing
         return probe.getsockname()[0]
+
+
+def free_port(host: str) -> int:
+    """A currently unused port; a server that finds it taken exits with an error."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]

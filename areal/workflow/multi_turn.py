@@ -55,12 +55,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
         data_extract_prompt_fn: Callable[[dict[str, Any]], Any] | str = messages_of,
         reward_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        if max_turns < 1:
-            raise ValueError(f"workflow_kwargs.max_turns must be at least 1, got {max_turns}")
-        if not 0 <= turn_discount <= 1:
-            raise ValueError(
-                f"workflow_kwargs.turn_discount must lie between 0 and 1, got {turn_discount}"
-            )
+        check_turns(max_turns, turn_discount)
         self.max_turns = max_turns
         self.turn_discount = turn_discount
         self._turn = ChatTurn(
@@ -102,6 +97,15 @@ class MultiTurnWorkflow(RolloutWorkflow):
     def _may_retry(self, transcript: Transcript, feedback: list[int]) -> bool:
         fits = len(transcript.ids) + len(feedback) < self._turn.gconfig.max_tokens
         return transcript.num_turns < self.max_turns and fits
+
+
+def check_turns(max_turns: int, turn_discount: float) -> None:
+    if max_turns < 1:
+        raise ValueError(f"workflow_kwargs.max_turns must be at least 1, got {max_turns}")
+    if not 0 <= turn_discount <= 1:
+        raise ValueError(
+            f"workflow_kwargs.turn_discount must lie between 0 and 1, got {turn_discount}"
+        )
 
 
 def feedback_ids(feedback: str, tokenizer: Any, enable_thinking: bool) -> list[int]:

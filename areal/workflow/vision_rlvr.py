@@ -27,7 +27,7 @@ from areal.utils import stats_tracker
 from areal.utils.data import concat_padded_tensors
 from areal.workflow.chat import ChatTurn, Prompt
 from areal.workflow.image_chat import chat_of, images_of
-from areal.workflow.multi_turn import FEEDBACK, feedback_ids
+from areal.workflow.multi_turn import FEEDBACK, check_turns, feedback_ids
 from areal.workflow.next_turn import join_turns
 from areal.workflow.transcript import Transcript, group_trajectory
 
@@ -70,12 +70,7 @@ class VisionRLVRWorkflow(RolloutWorkflow):
         feedback: str = FEEDBACK,
         reward_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        if max_turns < 1:
-            raise ValueError(f"workflow_kwargs.max_turns must be at least 1, got {max_turns}")
-        if not 0 <= turn_discount <= 1:
-            raise ValueError(
-                f"workflow_kwargs.turn_discount must lie between 0 and 1, got {turn_discount}"
-            )
+        check_turns(max_turns, turn_discount)
         self.max_turns, self.turn_discount = max_turns, turn_discount
         self._turn = ChatTurn(
             reward_fn,

@@ -136,5 +136,5 @@ def test_cycles_made_after_tuning_are_collected_without_being_asked_for(collecto
     tune_gc()
     assert gc.get_freeze_count() > len(old)
     lost = weakref.ref(Node())
-    kept = [[] for _ in range(30_000)]  # three times the first threshold
+    kept = [[] for _ in range(300_000)]  # three times the first threshold
     assert lost() is None and kept

@@ -88,13 +88,14 @@ def wait_for_two(workers: RolloutWorkers, replaced: int) -> None:
 
 
 def test_the_same_groups_and_statistics_as_in_the_controller(tmp_path):
+    """And each worker has a log, and none is left at the end."""
     rows = [{"i": i} for i in range(6)]
     engine = QuietEngine()
     with open_world(tmp_path) as world:
         stats_tracker.export_all()
         here = world.executor.rollout_batch(rows, Echo(), group_size=3)
         recorded_here = stats_tracker.export_all()
-        with placed(world, tmp_path, engine=engine) as (executor, _):
+        with placed(world, tmp_path, engine=engine) as (executor, pool):
             recipe = WorkflowRecipe(ECHO)
             for round_ in range(2):  # the second time is the stream of the first
                 there = executor.rollout_batch(rows, recipe, group_size=3)
@@ -108,6 +109,12 @@ def test_the_same_groups_and_statistics_as_in_the_controller(tmp_path):
                 executor.rollout_batch(rows, WorkflowRecipe("placed_world.make_nothing"))
             with pytest.raises(ValueError, match=r"rollout\.workers: the workflow cannot be sent"):
                 executor.rollout_batch(rows, WorkflowRecipe(ECHO, {"delay_s": lambda: 0}))
+            executor.rollout_batch([{"i": 0}], WorkflowRecipe("placed_world.Prints"))
+            alive = pool.pids
+    assert not any(Path(f"/proc/{pid}").exists() for pid in alive)
+    logs = sorted(tmp_path.glob("rollout_worker*.log"))
+    assert [log.name for log in logs] == ["rollout_worker0.log", "rollout_worker1.log"]
+    assert "".join(log.read_text() for log in logs) == "printed by a workflow\n"
 
 
 def test_a_killed_worker_is_replaced_and_its_groups_run_elsewhere(tmp_path):
@@ -131,16 +138,7 @@ def test_a_killed_worker_is_replaced_and_its_groups_run_elsewhere(tmp_path):
         assert books["trained"] == len(trained) and books["stale"] == books["failed"] == 0
 
 
-def test_no_process_is_left_and_each_has_a_log(tmp_path):
-    with open_world(tmp_path) as world, placed(world, tmp_path) as (ex, pool):
-        ex.rollout_batch([{"i": 0}], WorkflowRecipe("placed_world.Prints"))
-        alive = pool.pids
-    assert not any(Path(f"/proc/{pid}").exists() for pid in alive)
-    logs = sorted(tmp_path.glob("rollout_worker*.log"))
-    assert [log.name for log in logs] == ["rollout_worker0.log", "rollout_worker1.log"]
-    assert "".join(log.read_text() for log in logs) == "printed by a workflow\n"
-
-
+@pytest.mark.slow
 def test_all_workers_killed_at_once(tmp_path):
     """Their groups wait for the new ones; a second death of one is a second replacement."""
     with (
@@ -165,6 +163,7 @@ def test_all_workers_killed_at_once(tmp_path):
         assert set(range(10 * 8)) <= set(trained), "none is lost"
 
 
+@pytest.mark.slow
 def test_a_worker_killed_before_it_is_ready_is_started_again_within_the_bound(tmp_path):
     with open_world(tmp_path) as world:
         with workers_of(world, tmp_path, DeadlyEngine(tmp_path, 1), 1, 1) as workers:

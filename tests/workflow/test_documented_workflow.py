@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 import torch
 from documented import MyWorkflow, mine_reward_fn
@@ -12,6 +10,7 @@ from tiny import write_tiny_model
 from areal import RolloutController
 from areal.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
 from areal.api.io_struct import ModelRequest
+from areal.api.workflow_api import RolloutWorkflow
 from areal.dataset.arithmetic import build_char_tokenizer
 from areal.engine.native.local_engine import NativeLocalEngine
 from areal.rollout.tasks import TaskFailedError
@@ -24,9 +23,9 @@ def tokenizer(tmp_path_factory):
     return build_char_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-@pytest.fixture
-def engine(tokenizer, tmp_path):
-    folder = write_tiny_model(tmp_path, vocab_size=len(tokenizer))
+@pytest.fixture(scope="module")
+def engine(tokenizer, tmp_path_factory):
+    folder = write_tiny_model(tmp_path_factory.mktemp("model"), vocab_size=len(tokenizer))
     config = InferenceEngineConfig(request_retries=0)
     controller = RolloutController(NativeLocalEngine(folder), config)
     controller.initialize()
@@ -34,18 +33,13 @@ def engine(tokenizer, tmp_path):
     controller.destroy()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def workflow(tokenizer):
+    """One for all tests: its reward process imports what the guide's file does, torch too."""
     gconfig = GenerationHyperparameters(max_new_tokens=4)
     workflow = MyWorkflow(gconfig, tokenizer, mine_reward_fn)
     yield workflow
     workflow.async_reward_fn.close()
-
-
-def test_the_workflow_of_the_guide_runs(engine, workflow):
-    result = asyncio.run(workflow.arun_episode(engine, ROW))
-    assert set(result) == {"input_ids", "output_ids", "reward"}
-    assert result["reward"] in (0.0, 1.0) and 1 <= len(result["output_ids"]) <= 4
 
 
 def test_what_it_returns_cannot_be_trained_on_and_the_error_says_why(engine, workflow):
@@ -53,10 +47,13 @@ def test_what_it_returns_cannot_be_trained_on_and_the_error_says_why(engine, wor
         engine.rollout_batch([ROW], workflow)
 
 
-def test_with_the_documented_tensors_it_can(engine, workflow):
-    class Trained(MyWorkflow):
+def test_the_workflow_of_the_guide_runs_and_with_the_documented_tensors_trains(engine, workflow):
+    results = []
+
+    class Trained(RolloutWorkflow):
         async def arun_episode(self, engine, data):
-            found = await super().arun_episode(engine, data)
+            found = await workflow.arun_episode(engine, data)
+            results.append(found)
             ids = torch.cat([found["input_ids"], found["output_ids"]])[None].int()
             generated = torch.arange(ids.shape[1])[None] >= len(found["input_ids"])
             return {
@@ -68,12 +65,11 @@ def test_with_the_documented_tensors_it_can(engine, workflow):
                 "rewards": found["reward"].reshape(1),
             }
 
-    trained = Trained(workflow.gconfig, workflow.tokenizer, mine_reward_fn)
-    try:
-        (trajectory,) = engine.rollout_batch([ROW], trained, group_size=2)
-    finally:
-        trained.async_reward_fn.close()
-    assert trajectory["rewards"].shape == (2,)
+    (trajectory,) = engine.rollout_batch([ROW], Trained(), group_size=2)
+    assert trajectory["rewards"].shape == (2,) and len(results) == 2
+    for result in results:
+        assert set(result) == {"input_ids", "output_ids", "reward"}
+        assert result["reward"] in (0.0, 1.0) and 1 <= len(result["output_ids"]) <= 4
 
 
 def test_a_dict_in_place_of_token_ids_is_explained(tokenizer):

@@ -6,6 +6,7 @@ import pytest
 from sandbox_support import needs_sandbox
 from scripted_engine import ScriptedEngine
 from tiny_tokenizer import byte_tokenizer
+from workflow.light_rewards import contains_42
 
 from areal.api.config.inference import GenerationHyperparameters
 from areal.sandbox.isolation import SandboxError
@@ -15,10 +16,6 @@ from areal.workflow.tir import TIRWorkflow
 pytestmark = needs_sandbox
 
 ROW = {"messages": [{"role": "user", "content": "what is 6 * 7?"}]}
-
-
-def contains_42(prompt, completions, prompt_ids, completion_ids, **data):
-    return float("42" in completions)
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ those a run often sets; any other option of a server goes into `extra_args`, as 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import field
 from typing import Literal
 
@@ -72,7 +73,7 @@ class vLLMConfig:
             "block-size": self.block_size,
             "no-enable-prefix-caching": self.no_enable_prefix_caching,
         }
-        return [*_command_line(options), *self.extra_args]
+        return [*command_line(options), *self.extra_args]
 
 
 @config_section
@@ -138,11 +139,11 @@ class SGLangConfig:
             "max-prefill-tokens": self.max_prefill_tokens,
             "disable-radix-cache": self.disable_radix_cache,
         }
-        return [*_command_line(options), *self.extra_args]
+        return [*command_line(options), *self.extra_args]
 
 
-def _command_line(options: dict[str, int | bool | None]) -> list[str]:
-    """A flag for true, a name and a value for a number, nothing for null and false."""
+def command_line(options: Mapping[str, object]) -> list[str]:
+    """A flag for true, nothing for null and false, else a name and a value."""
     words: list[str] = []
     for name, value in options.items():
         if value is not None and value is not False:

@@ -66,6 +66,7 @@ from areal.utils.http_body import (
 MAX_RID = 256  # characters
 
 RefusalKind = Literal["request", "engine"]  # the cause: the caller, or the server
+Entry = dict[str, Any]  # of one request or group, as JSON
 
 
 @dataclass(slots=True)
@@ -320,7 +321,14 @@ def check_supported(request: ModelRequest) -> None:
 
 def encode_requests(requests: Iterable[GenRequest]) -> bytes:
     groups = groupby(requests, key=lambda request: request.group or request.rid)
-    return to_json({"requests": [_entry_of(*group) for _, group in groups]})
+    return encode_entries(
+        entry_of(first, [(one.rid, one.gconfig.seed) for one in further])
+        for _, (first, *further) in groups
+    )
+
+
+def encode_entries(entries: Iterable[Entry]) -> bytes:
+    return to_json({"requests": list(entries)})
 
 
 def decode_requests(body: bytes) -> list[GenRequest | Refusal]:
@@ -397,9 +405,9 @@ def _options(gconfig: GenerationHyperparameters) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value != getattr(_DEFAULTS, name)}
 
 
-def _entry_of(request: GenRequest, *further: GenRequest) -> dict[str, Any]:
-    """`further` are of the same group."""
-    entry: dict[str, Any] = {
+def entry_of(request: GenRequest, further: Sequence[tuple[str, int | None]]) -> Entry:
+    """`further` are rid and seed of the other samples of its group."""
+    entry: Entry = {
         "rid": request.rid,
         "input_ids": request.input_ids,
         "gconfig": _options(request.gconfig),
@@ -409,7 +417,7 @@ def _entry_of(request: GenRequest, *further: GenRequest) -> dict[str, Any]:
     if request.so_far is not None:
         entry["so_far"] = _output_of(request.so_far)
     if further:
-        entry["further"] = [{"rid": one.rid, "seed": one.gconfig.seed} for one in further]
+        entry["further"] = [{"rid": rid, "seed": seed} for rid, seed in further]
     if request.grammar is not None:
         entry["grammar"] = {request.grammar.kind: getattr(request.grammar, request.grammar.kind)}
     if request.return_routed_experts:

@@ -28,7 +28,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import aiohttp
@@ -43,8 +44,9 @@ from areal.api.io_struct import (
     check_token,
     check_versions,
 )
+from areal.engine.native.frames import Result
 from areal.engine.remote.deadlines import Deadlines
-from areal.engine.remote.protocol import Draft, Result, ServerProtocol, bad_reply
+from areal.engine.remote.protocol import Draft, ServerProtocol, bad_reply
 from areal.engine.remote.router import RequestRouter, Server, SingleFlight, retry_delay_s
 from areal.engine.remote.server_control import BadReplyError, ServerEndedError, ServerError
 from areal.engine.remote.server_pool import ServerPool
@@ -62,20 +64,36 @@ _IDLE_S = 3.0  # shorter than servers keep idle connections, else they close one
 
 
 @dataclass(slots=True, eq=False)
+class _Wait:
+    """What a caller awaits: the end of all samples it asked for."""
+
+    future: asyncio.Future[None]
+    num_missing: int
+
+
+@dataclass(slots=True, eq=False)
 class _Call:
-    """One call of `generate`."""
+    """One sample that a caller waits for."""
 
     draft: Draft
-    future: asyncio.Future[None]  # done when the draft has ended
+    wait: _Wait
     cost: int  # most tokens of prompt and output
     attempts: int = 0
     exchange: _Exchange | None = None
+    has_ended: bool = False
+    error: Exception | None = None  # that it ended with
 
-    def result(self) -> Sample | Exception:
-        """Of an ended call; raises if it was cancelled."""
-        error = self.future.exception()
-        assert error is None or isinstance(error, Exception)
-        return self.draft.sample() if error is None else error
+    @property
+    def is_over(self) -> bool:
+        """It has ended, or its caller was cancelled."""
+        return self.has_ended or self.wait.future.done()
+
+    def end(self, error: Exception | None = None) -> None:
+        if not self.is_over:
+            self.has_ended, self.error = True, error
+            self.wait.num_missing -= 1
+            if not self.wait.num_missing:
+                self.wait.future.set_result(None)
 
 
 @dataclass(slots=True, eq=False)
@@ -85,6 +103,7 @@ class _Exchange:
     server: Server
     waiting: dict[str, _Call]
     num_wanted: int  # calls not cancelled yet
+    places: list[tuple[Sequence[int], int]]  # prompts and tokens that the router has counted
     closed: set[str] = field(default_factory=set)  # rids whose further results are ignored
     entry: GateState | None = None  # while it is inside the gate
     is_dropped: bool = False
@@ -127,7 +146,7 @@ class GenerateClient:
         self._verdicts, self._replacements = SingleFlight(), SingleFlight()
         self._counts = counts
         self._in_flight = in_flight
-        self._open: set[asyncio.Future[None]] = set()  # of all pending calls
+        self._open: set[asyncio.Future[None]] = set()  # that callers await
         self._outbox: list[_Call] = []  # calls of this tick
         self._exchanges: dict[asyncio.Task, _Exchange] = {}
         self._aborts: set[asyncio.Task] = set()  # of requests that nobody waits for
@@ -139,56 +158,42 @@ class GenerateClient:
 
     async def generate(self, request: ModelRequest) -> ModelResponse:
         """ValueError: the request is invalid. ServerError: the server or the connection failed."""
-        started = time.perf_counter()
-        self._protocol.check_request(request)
+        began = time.perf_counter()
         draft = Draft(request, self._budget(request))
-        cost = len(request.input_ids) + draft.budget
-        call = _Call(draft, self.events.create_future(), cost)
-        self._open.add(call.future)
-        self._send_soon([call])
-        try:
-            with waiting(lambda: self._describe(call)):
-                await call.future
-        except asyncio.CancelledError:
-            self._give_up(call)
-            raise
-        finally:
-            self._open.discard(call.future)
-        ended = time.perf_counter()
-        trace_generation(started, ended, draft.ttft)
-        return draft.response(latency=ended - started)
+        (call,) = await self._run(request, [draft])
+        if call.error is not None:
+            raise call.error
+        return draft.response(latency=time.perf_counter() - began)
 
     async def generate_group(
         self, request: ModelRequest, seeds: Sequence[int | None]
     ) -> list[Sample | Exception]:
         """One sample of `request` per seed, by one future: no task, no wake-up for each."""
-        self._protocol.check_request(request)
         budget, group = self._budget(request), f"{request.rid[:200]}.{next(self._num_sent)}"
-        calls: list[_Call] = []
-        for index, seed in enumerate(seeds):
-            gconfig = request.gconfig.with_seed(seed)
-            twin = replace(request, gconfig=gconfig, rid=f"{request.rid}.{index}")
-            call = _Call(
-                Draft(twin, budget, group),
-                self.events.create_future(),
-                len(request.input_ids) + budget,
-            )
-            calls.append(call)
-        futures = [call.future for call in calls]
-        started = time.perf_counter()
-        self._open.update(futures)
+        drafts = [Draft(request, budget, group, seed) for seed in seeds]
+        calls = await self._run(request, drafts)
+        return [call.draft.sample() if call.error is None else call.error for call in calls]
+
+    async def _run(self, request: ModelRequest, drafts: Sequence[Draft]) -> list[_Call]:
+        """Returns when all drafts of `request` have ended, well or not."""
+        assert drafts, "nothing would end the wait"
+        self._protocol.check_request(request)
+        began = time.perf_counter()
+        wait = _Wait(self.events.create_future(), len(drafts))
+        calls = [_Call(draft, wait, len(request.input_ids) + draft.budget) for draft in drafts]
+        self._open.add(wait.future)
         self._send_soon(calls)
         try:
             with waiting(lambda: self._describe(calls[-1])):
-                await asyncio.wait(futures)
+                await wait.future
         except asyncio.CancelledError:
             for call in calls:
                 self._give_up(call)
             raise
         finally:
-            self._open.difference_update(futures)
-        trace_generation(started, time.perf_counter(), max(call.draft.ttft for call in calls))
-        return [call.result() for call in calls]
+            self._open.discard(wait.future)
+        trace_generation(began, time.perf_counter(), max(draft.ttft for draft in drafts))
+        return calls
 
     async def drain(self, address: str) -> None:
         """Waits until in-flight requests of a server that has left the pool are finished."""
@@ -237,16 +242,12 @@ class GenerateClient:
         self._outbox.extend(calls)
 
     def _send_outbox(self) -> None:
-        calls = [call for call in self._outbox if not call.future.done()]
+        calls = [call for call in self._outbox if not call.is_over]
         self._outbox.clear()
         if self._is_closed:
             return
         self._follow_pool()
-        for server, share in self._assign(calls):
-            calls_by_rid = {self._wire_rid(call): call for call in share}
-            exchange = _Exchange(server, calls_by_rid, num_wanted=len(share))
-            for call in share:
-                call.exchange = exchange
+        for exchange in self._assign(calls):
             task = exchange.task = self.events.create_task(self._carry(exchange))
             self._exchanges[task] = exchange
             task.add_done_callback(self._exchanges.pop)
@@ -256,17 +257,23 @@ class GenerateClient:
         self._pool.follow_owner()
         self._router.follow(self._pool.accepting)
 
-    def _assign(self, calls: list[_Call]) -> Iterable[tuple[Server, list[_Call]]]:
-        """The calls of each exchange, the samples of one prompt to one server."""
-        shares: dict[object, tuple[Server, list[_Call]]] = {}
-        for call in calls:
-            server = self._router.take(call.draft.request.input_ids, call.cost)
-            key: object = server if self._protocol.batches else call
-            if self._protocol.batches and call.draft.request.image_data:
-                # Of their own: images of many prompts would exceed what a server reads.
-                key = (server, call.draft.group or call)
-            shares.setdefault(key, (server, []))[1].append(call)
-        return shares.values()
+    def _assign(self, calls: list[_Call]) -> Iterable[_Exchange]:
+        """Into exchanges, the samples of one prompt to one server."""
+        exchanges: dict[object, _Exchange] = {}
+        batches = self._protocol.batches
+        for _, alike in groupby(calls, key=lambda call: (batches and call.draft.group) or call):
+            share = list(alike)
+            request, cost = share[0].draft.request, sum(call.cost for call in share)
+            server = self._router.take(request.input_ids, cost)
+            # Images have an exchange of their own: many would exceed what a server reads.
+            key: object = server if batches and not request.image_data else share[0]
+            exchange = exchanges.setdefault(key, _Exchange(server, {}, 0, []))
+            exchange.places.append((request.input_ids, cost))
+            exchange.num_wanted += len(share)
+            for call in share:
+                exchange.waiting[self._wire_rid(call)] = call
+                call.exchange = exchange
+        return exchanges.values()
 
     def _session_of(self, address: str) -> aiohttp.ClientSession:
         """Connections of the servers that share a token: those of a run, or a joined one."""
@@ -286,7 +293,7 @@ class GenerateClient:
 
     async def _carry(self, exchange: _Exchange) -> None:
         """One exchange from POST to last result; every call gets one, an error or a retry."""
-        server, calls = exchange.server, list(exchange.waiting.values())
+        server = exchange.server
         try:
             await self._exchange(exchange)
             if exchange.waiting:
@@ -310,8 +317,8 @@ class GenerateClient:
         except (RuntimeError, ValueError) as err:
             _fail(exchange.waiting.values(), err)
         finally:
-            for call in calls:
-                self._router.give_back(server, call.draft.request.input_ids, call.cost)
+            for prompt, cost in exchange.places:
+                self._router.give_back(server, prompt, cost)
 
     async def _exchange(self, exchange: _Exchange) -> None:
         entry = GateState() if self._gate is None else await self._enter(self._gate, exchange)
@@ -329,9 +336,10 @@ class GenerateClient:
             )
             with self._in_flight.request(address):
                 async with self._deadlines.limit(), aclosing(results):
-                    async for rid, result in results:
-                        self._take(exchange, entry, rid, result)
-                        if rid in exchange.closed and not exchange.waiting:
+                    async for together in results:
+                        for rid, result in together:
+                            self._take(exchange, entry, rid, result)
+                        if exchange.closed and not exchange.waiting:
                             break
         finally:
             exchange.entry = None
@@ -353,12 +361,13 @@ class GenerateClient:
         server = exchange.server
         if rid in exchange.closed:
             return
-        if rid not in exchange.waiting:
+        call = exchange.waiting.get(rid)
+        if call is None:
             fault = f"to {rid[:60]!r}, which nobody sent"
             raise bad_reply(self._protocol.kind, server.address, fault)
         if isinstance(result, Result):
-            call = exchange.waiting[rid]
-            if self._is_void(entry, result):
+            gate, aborted = self._gate, result.stop_reason == "abort"
+            if gate is not None and gate.is_void(entry, aborted=aborted):
                 exchange.closed.add(rid)
                 result = Result.of([], [], [], "abort")
             try:
@@ -367,7 +376,7 @@ class GenerateClient:
                 result = bad_reply(self._protocol.kind, server.address, err)
             else:
                 call.draft.add(result)
-                if call.exchange is not None and not call.future.done():
+                if call.exchange is not None and not call.is_over:
                     call.draft.tell(result)
                 elif call.exchange is None and result.stop_reason is None:
                     self._abort(exchange, rid)  # the first abort came before the request
@@ -382,17 +391,12 @@ class GenerateClient:
         elif isinstance(result, ServerError):
             self._elsewhere([call], server, result)
         elif isinstance(result, Exception):
-            call.future.set_exception(result)
+            call.end(result)
         elif call.draft.stop_reason == "abort":
             has_progressed = len(call.draft.tokens) > call.draft.num_sent
             self._continue(call, server, entry, has_progressed=has_progressed)
         else:
-            call.future.set_result(None)
-
-    def _is_void(self, entry: GateState, result: Result) -> bool:
-        if self._gate is None:
-            return False
-        return self._gate.is_void(entry, aborted=result.stop_reason == "abort")
+            call.end()
 
     def _check(self, draft: Draft, result: Result) -> None:
         """ValueError says why this cannot be trained on."""
@@ -539,8 +543,7 @@ class GenerateClient:
 
 def _fail(calls: Iterable[_Call], err: Exception) -> None:
     for call in calls:
-        if not call.future.done():
-            call.future.set_exception(type(err)(*err.args))
+        call.end(type(err)(*err.args))  # a copy: each caller raises its own
 
 
 def _settled(exchange: _Exchange, rid: str) -> _Call | None:
@@ -551,7 +554,7 @@ def _settled(exchange: _Exchange, rid: str) -> _Call | None:
     call.exchange = None
     exchange.num_wanted -= 1
     # Else cancelled in this very tick: its caller has not run since.
-    return None if call.future.done() else call
+    return None if call.is_over else call
 
 
 _CLOSE_S = 60.0  # a live event loop needs milliseconds, or seconds with thousands of requests

@@ -20,21 +20,37 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from areal.api.config.inference_servers import command_line
 from areal.api.io_struct import ModelRequest, WeightUpdateMeta, check_logprobs
-from areal.engine.native.frames import FRAMES, FrameReader, LineReader, Output, runs_of, versions_of
+from areal.engine.native.frames import (
+    FRAMES,
+    FrameReader,
+    LineReader,
+    Named,
+    Result,
+    runs_of,
+    versions_of,
+)
 from areal.engine.native.sequence import GenRequest, Progress
-from areal.engine.native.wire import BadLineError, Refusal, check_supported, encode_requests
+from areal.engine.native.wire import (
+    BadLineError,
+    Entry,
+    Refusal,
+    check_supported,
+    encode_entries,
+    entry_of,
+)
 from areal.engine.remote.engine import RemoteEngine
 from areal.engine.remote.protocol import (
     Draft,
-    Result,
     Results,
     ServerProtocol,
     WeightOrder,
@@ -81,18 +97,14 @@ class NativeProtocol(ServerProtocol):
         drafts: Mapping[str, Draft],
         version: int,
     ) -> Results:
-        body = encode_requests(self._wire_request(rid, draft) for rid, draft in drafts.items())
+        body = encode_entries(self._entries(drafts))
         url = f"http://{address}/generate"
         async with session.post(url, data=body, headers={"Accept": FRAMES}) as answer:
             if answer.status != 200:
                 raise self._error(address, answer.status, await answer.text())
             reader = FrameReader() if answer.content_type == FRAMES else LineReader()
             async for chunk in answer.content.iter_any():
-                try:
-                    for found in reader.feed(chunk):
-                        yield self._read(address, drafts, found)
-                except ValueError as err:  # not attributable to one request
-                    raise bad_reply(self.kind, address, err) from err
+                yield self._results(address, drafts, reader.feed(chunk))
 
     async def abort(self, session: aiohttp.ClientSession, address: str, rid: str) -> None:
         async with session.post(f"http://{address}/abort", json={"rid": rid}):
@@ -198,30 +210,44 @@ class NativeProtocol(ServerProtocol):
         answer = control.get("/busy_intervals", since=since)
         return [(start, end) for start, end in answer["intervals"]]
 
-    def _read(
+    def _results(
         self,
         address: str,
         drafts: Mapping[str, Draft],
-        found: Output | Refusal | BadLineError,
-    ) -> tuple[str, Result | Exception]:
-        """What was said of which request."""
+        found: Iterator[Named],
+    ) -> Iterator[tuple[str, Result | Exception]]:
+        try:
+            for rid, one in found:
+                yield rid, self._read(address, drafts.get(rid), one)
+        except ValueError as err:  # not attributable to one request
+            raise bad_reply(self.kind, address, err) from err
+
+    def _read(
+        self, address: str, draft: Draft | None, found: Result | Refusal | BadLineError
+    ) -> Result | Exception:
+        """What was said of a request, whose draft is None if nobody sent it."""
         if isinstance(found, BadLineError):
-            return found.rid, bad_reply(self.kind, address, found)
+            return bad_reply(self.kind, address, found)
         if isinstance(found, Refusal):
-            message = found.message
             if found.kind == "request":
-                return found.rid, ValueError(message)
-            return found.rid, ServerError(f"{self.kind} {address}: {message}")
+                return ValueError(found.message)
+            return ServerError(f"{self.kind} {address}: {found.message}")
         if found.stop_reason is None:
-            return found.rid, Result(found.tokens, found.logprobs, found.runs)
-        if (draft := drafts.get(found.rid)) is None:
-            return found.rid, bad_reply(self.kind, address, "nobody sent this request")
-        if (rest := _rest_of(draft, found)) is None:
-            fault = "output_tokens: expected those told before, at the beginning"
-            return found.rid, bad_reply(self.kind, address, fault)
-        if fault := self._fault_of_experts(draft, found):
-            return found.rid, bad_reply(self.kind, address, fault)
-        return found.rid, rest
+            return found
+        if draft is None:
+            return bad_reply(self.kind, address, "nobody sent this request")
+        if self._return_routed_experts and (fault := _fault_of_experts(draft, found)):
+            return bad_reply(self.kind, address, fault)
+        if not len(draft.tokens):
+            return found
+        fault = "output_tokens: expected those told before, at the beginning"
+        return _rest_of(draft, found) or bad_reply(self.kind, address, fault)
+
+    def _entries(self, drafts: Mapping[str, Draft]) -> Iterator[Entry]:
+        """One for all samples of a group that have no tokens yet."""
+        for _, ((rid, first), *others) in groupby(drafts.items(), key=_group_of):
+            further = [(rid, draft.seed) for rid, draft in others]
+            yield entry_of(self._wire_request(rid, first), further)
 
     def _wire_request(self, rid: str, draft: Draft) -> GenRequest:
         so_far = None
@@ -233,24 +259,13 @@ class NativeProtocol(ServerProtocol):
         return GenRequest(
             rid,
             request.input_ids,
-            request.gconfig,
+            draft.gconfig,
             progress_tokens=interval,
             so_far=so_far,
             grammar=request.grammar,
             return_routed_experts=self._return_routed_experts,
             image_data=request.image_data,
-            group="" if so_far else draft.group,
         )
-
-    def _fault_of_experts(self, draft: Draft, found: Output) -> str:
-        """Where asked for, each token but the last has its experts."""
-        if not self._return_routed_experts or found.stop_reason == "abort":
-            return ""
-        count = 0 if found.routed_experts is None else len(found.routed_experts)
-        expected = len(draft.request.input_ids) + len(found.tokens) - 1
-        if count == expected:
-            return ""
-        return f"routed_experts: expected those of {expected} tokens, got {count}"
 
     def _error(self, address: str, status: int, body: str) -> Exception:
         message = error_text(body)
@@ -260,20 +275,32 @@ class NativeProtocol(ServerProtocol):
         return ServerEndedError(fault, status) if status == 503 else ServerError(fault)
 
 
-def _rest_of(draft: Draft, found: Output) -> Result | None:
+def _group_of(sample: tuple[str, Draft]) -> str:
+    rid, draft = sample
+    return rid if len(draft.tokens) else draft.group or rid
+
+
+def _fault_of_experts(draft: Draft, found: Result) -> str:
+    """Each token but the last has its experts."""
+    if found.stop_reason == "abort":
+        return ""
+    count = 0 if found.routed_experts is None else len(found.routed_experts)
+    expected = len(draft.request.input_ids) + len(found.tokens) - 1
+    if count == expected:
+        return ""
+    return f"routed_experts: expected those of {expected} tokens, got {count}"
+
+
+def _rest_of(draft: Draft, found: Result) -> Result | None:
     """What a final reply, which has the whole output, adds to a draft; None if it is another."""
-    tokens, logprobs, runs = found.tokens, found.logprobs, found.runs
-    if num_known := len(draft.tokens):
-        versions = versions_of(runs)
-        if not (
-            np.array_equal(tokens[:num_known], draft.tokens)
-            and np.array_equal(versions[:num_known], draft.versions)
-        ):
-            return None
-        tokens, logprobs = tokens[num_known:], logprobs[num_known:]
-        runs = runs_of(versions[num_known:].tolist())
-    more = found.stop_reason, found.ttft, found.cached_tokens, found.routed_experts
-    return Result(tokens, logprobs, runs, *more)
+    versions, known = versions_of(found.runs), len(draft.tokens)
+    if not (
+        np.array_equal(found.tokens[:known], draft.tokens)
+        and np.array_equal(versions[:known], draft.versions)
+    ):
+        return None
+    runs = runs_of(versions[known:].tolist())
+    return replace(found, tokens=found.tokens[known:], logprobs=found.logprobs[known:], runs=runs)
 
 
 def _update_of(meta: WeightUpdateMeta) -> WeightOrder:
@@ -333,13 +360,10 @@ def launch_native_server(
         "device": device or best_device(),
         "seed": seed,
         "host": host,
+        "batch-invariant": batch_invariant,
     }
-    argv = [sys.executable, "-m", "areal.cli.main", "serve", "--port", "0"]
-    for name, value in options.items():
-        if value is not None:
-            argv += [f"--{name}", str(value)]
-    if batch_invariant:
-        argv.append("--batch-invariant")
+    serve = [sys.executable, "-m", "areal.cli.main", "serve", "--port", "0"]
+    argv = [*serve, *command_line(options)]
     # Not an argument, which every user of the machine can read.
     env = {"AREAL_SERVER_TOKEN": token, "OMP_NUM_THREADS": str(threads)}
     if gpus is not None:

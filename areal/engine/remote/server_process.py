@@ -23,7 +23,6 @@ A server ends with its worker; `launch` then requests another worker first.
 from __future__ import annotations
 
 import signal
-import socket
 import threading
 import time
 from collections import Counter
@@ -32,9 +31,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from areal.api.config.inference_servers import command_line
 from areal.api.engine_api import EngineLostError
 from areal.api.redact import remember_secret
 from areal.engine.remote.server_control import ControlClient
+from areal.utils.addresses import free_port
 from areal.utils.child_process import ChildProcess
 from areal.utils.hosted_object import HostedObject, clear_rank_env
 
@@ -135,7 +136,6 @@ def launch_server(
     kind: str,
     command: Sequence[str],
     options: Mapping[str, Any],
-    flags: Mapping[str, bool],
     extra_args: Sequence[str],
     *,
     env: Mapping[str, str],
@@ -145,22 +145,16 @@ def launch_server(
     log_path: str | Path | None,
     setup_timeout_s: float,
 ) -> tuple[ChildProcess, str]:
-    """(the child, its "host:port"). Options that are None and flags that are False are left out.
+    """(the child, its "host:port"). `options` as in `command_line`, before `extra_args`.
 
     RuntimeError with its last output if it exits or is not ready in time; it is then terminated.
     """
-    port = _free_port(host)
-    argv = [*command, "--host", host, "--port", str(port)]
-    for name, value in options.items():
-        if value is not None:
-            argv += [f"--{name}", str(value)]
-    argv += [f"--{name}" for name, wanted in flags.items() if wanted]
+    port = free_port(host)
+    argv = [*command, "--host", host, "--port", str(port), *command_line(options), *extra_args]
     own = {"PYTHONPATH": "", "HF_HUB_OFFLINE": "1", **env}
     if gpus is not None:
         own["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-    child = ChildProcess(
-        [*argv, *extra_args], name=kind, env=own, log_path=log_path, is_guarded=True
-    )
+    child = ChildProcess(argv, name=kind, env=own, log_path=log_path, is_guarded=True)
     address = f"{host}:{port}"
     control = ControlClient(address, token, timeout_s=_PROBE_S, kind=kind)
     try:
@@ -169,13 +163,6 @@ def launch_server(
         child.terminate()
         raise
     return child, address
-
-
-def _free_port(host: str) -> int:
-    """A currently unused port; a server that finds it taken exits with an error."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
 
 
 class ServerHost:

@@ -249,8 +249,9 @@ def launch_sglang_server(
         "pp-size": pipeline_parallel,
         "random-seed": seed,
         "max-lora-rank": lora_rank,
+        "enable-lora": lora_rank is not None,
+        "enable-metrics": True,
     }
-    flags = {"enable-lora": lora_rank is not None, "enable-metrics": True}
     if lora_rank is not None:
         extra_args = ["--lora-target-modules", *(lora_target_modules or ["all"]), *extra_args]
     with ScratchFolder("sglang") as folder:
@@ -260,7 +261,6 @@ def launch_sglang_server(
             SGLangProtocol.kind,
             [str(python), "-m", "sglang.launch_server"],
             {"config": str(file), **options},
-            flags,
             extra_args,
             env={"OMP_NUM_THREADS": str(threads)},
             token=token,

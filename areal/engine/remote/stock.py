@@ -40,9 +40,9 @@ from areal.api.io_struct import (
     check_logprobs,
 )
 from areal.api.json_text import loads_object
+from areal.engine.native.frames import Result
 from areal.engine.remote.protocol import (
     Draft,
-    Result,
     Results,
     ServerProtocol,
     WeightOrder,
@@ -178,12 +178,12 @@ class StockProtocol(ServerProtocol):
                     elif reason == "abort" and depends_on_start(draft.request):
                         tokens, logprobs = [], []
                     runs = [(version, len(tokens))] if tokens else []
-                    yield rid, Result.of(tokens, logprobs, runs, reason, 0.0, cached)
+                    yield [(rid, Result.of(tokens, logprobs, runs, reason, 0.0, cached))]
         except (aiohttp.ClientError, OSError):
             if ended is None:
                 raise
         if ended is not None:
-            yield rid, ended
+            yield [(rid, ended)]
 
     async def _contents(
         self, answer: aiohttp.ClientResponse, address: str, is_stream: bool
@@ -300,7 +300,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 def continuation(draft: Draft) -> ModelRequest:
     """The rest of the generation as a new request."""
-    gconfig, done = draft.request.gconfig, len(draft.tokens)
+    gconfig, done = draft.gconfig, len(draft.tokens)
     seed = gconfig.seed
     if seed is not None and done:
         seed = (seed + done) % _SEED_END  # the same seed would repeat the first draws

@@ -329,8 +329,6 @@ def launch_vllm_server(
         "worker-extension-cls": _EXTENSION,
         "weight-transfer-config": _TRANSFER,
         "middleware": _GATE,
-    }
-    flags = {
         "enforce-eager": enforce_eager,
         "enable-lora": lora_rank is not None,
         "disable-uvicorn-access-log": True,
@@ -348,7 +346,6 @@ def launch_vllm_server(
         VLLMProtocol.kind,
         [str(python), "-m", "vllm.entrypoints.openai.api_server"],
         options,
-        flags,
         extra_args,
         env=env,
         token=token,

@@ -14,7 +14,7 @@ from areal.engine.native.frames import (
     MAX_FRAME,
     FrameReader,
     LineReader,
-    Output,
+    Result,
     encode_frames,
     runs_of,
     versions_of,
@@ -33,8 +33,8 @@ def reply(tokens=(5, 7), logprobs=(-0.5, -1.0), versions=(1, 2), rid="a", **opti
     return Reply(finished, latency=0.5, ttft=0.25)
 
 
-def said(output: Output):
-    return output.tokens.tolist(), output.logprobs.tolist(), versions_of(output.runs).tolist()
+def said(result: Result):
+    return result.tokens.tolist(), result.logprobs.tolist(), versions_of(result.runs).tolist()
 
 
 @given(outputs, rids, st.lists(st.integers(1, 50)))
@@ -48,10 +48,10 @@ def test_results_round_trip_in_any_pieces(output, rid, sizes):
     for size in [*sizes, len(data)]:
         piece, data = data[:size], data[size:]
         found += list(reader.feed(piece))
-    first, refusal, progress = found
+    assert {name for name, _ in found} == {rid}
+    first, refusal, progress = (one for _, one in found)
     assert said(first) == said(progress) == tuple(output)
-    assert (first.rid, first.stop_reason, first.cached_tokens) == (rid, "stop", 3)
-    assert (first.latency, first.ttft) == (0.5, 0.25)
+    assert (first.stop_reason, first.ttft, first.cached_tokens) == ("stop", 0.25, 3)
     assert progress.stop_reason is None and refusal == results[1]
 
 
@@ -60,7 +60,8 @@ def test_lines_say_the_same_as_frames(output, rid):
     results = [reply(*output, rid=rid), Refusal(rid, "request", "no"), Progress(rid, *output)]
     lines = list(LineReader().feed(encode_lines(results)))
     frames = list(FrameReader().feed(encode_frames(results)))
-    for line, frame in zip(lines, frames, strict=True):
+    for (line_rid, line), (frame_rid, frame) in zip(lines, frames, strict=True):
+        assert line_rid == frame_rid == rid
         if isinstance(frame, Refusal):
             assert line == frame
         else:
@@ -70,8 +71,8 @@ def test_lines_say_the_same_as_frames(output, rid):
 @given(st.binary(max_size=300))
 def test_any_bytes_are_read_or_refused(data):
     try:
-        for found in FrameReader().feed(data):
-            assert isinstance(found, Output | Refusal | BadLineError)
+        for _, found in FrameReader().feed(data):
+            assert isinstance(found, Result | Refusal | BadLineError)
     except ValueError as error:
         assert str(error).startswith(("frame:", "rid:"))
 
@@ -84,30 +85,30 @@ def test_a_damaged_frame_is_told_or_has_usable_numbers(output, place, change):
         found = list(FrameReader().feed(bytes(data)))
     except ValueError:
         return
-    for one in found:
-        if isinstance(one, Output) and len(one.tokens):
+    for _, one in found:
+        if isinstance(one, Result) and len(one.tokens):
             assert one.tokens.min() >= 0 and np.isfinite(one.logprobs).all()
             assert len(one.tokens) == len(one.logprobs) == sum(count for _, count in one.runs)
 
 
 @pytest.mark.parametrize("logprob", [math.nan, math.inf, -math.inf, 0.5, -1001.0])
 def test_a_log_probability_that_is_none_is_refused(logprob):
-    (found,) = FrameReader().feed(encode_frames([reply(logprobs=(-0.5, logprob))]))
-    assert isinstance(found, BadLineError) and found.rid == "a"
+    ((rid, found),) = FrameReader().feed(encode_frames([reply(logprobs=(-0.5, logprob))]))
+    assert isinstance(found, BadLineError) and found.rid == rid == "a"
     assert str(found).startswith("output_logprobs: ")
 
 
 def test_negative_tokens_and_missing_versions_are_refused():
-    (found,) = FrameReader().feed(encode_frames([reply(tokens=(-1, 3))]))
+    ((rid, found),) = FrameReader().feed(encode_frames([reply(tokens=(-1, 3))]))
     assert isinstance(found, BadLineError) and "output_tokens: " in str(found)
-    (found,) = FrameReader().feed(encode_frames([reply(versions=(1,))]))
+    ((rid, found),) = FrameReader().feed(encode_frames([reply(versions=(1,))]))
     assert isinstance(found, BadLineError) and "output_versions: " in str(found)
 
 
 def test_a_half_written_frame_says_nothing():
     data, reader = encode_frames([reply()]), FrameReader()
     assert list(reader.feed(data[:-1])) == []
-    (found,) = reader.feed(data[-1:])
+    ((_, found),) = reader.feed(data[-1:])
     assert said(found) == ([5, 7], [-0.5, -1.0], [1, 2])
 
 
@@ -133,7 +134,7 @@ def test_experts_travel_in_frames(dtype):
     routed = (37 * np.arange(5 * 4 * 3) % 250).reshape(5, 4, 3).astype(dtype)
     finished = Finished("a", [5], [-1.0], [0], "stop", routed_experts=routed)
     sent = encode_frames([Reply(finished, latency=0.5, ttft=0.1)])
-    (found,) = FrameReader().feed(sent)
-    assert isinstance(found, Output) and found.routed_experts is not None
+    ((_, found),) = FrameReader().feed(sent)
+    assert isinstance(found, Result) and found.routed_experts is not None
     assert found.routed_experts.dtype == dtype
     np.testing.assert_array_equal(found.routed_experts, routed)

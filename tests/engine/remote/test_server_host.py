@@ -71,6 +71,7 @@ def test_a_server_that_does_not_start_says_why(scheduler, worker, tmp_path):
         ServerProcess(hosted(scheduler, worker, tmp_path / "no_model", tmp_path).launch)
 
 
+@pytest.mark.slow
 def test_a_server_is_replaced_and_so_is_its_worker(scheduler, worker, tmp_path):
     make_model(tmp_path / "model")
     process = ServerProcess(hosted(scheduler, worker, tmp_path / "model", tmp_path).launch)
@@ -127,7 +128,6 @@ def test_nothing_that_a_stock_server_started_outlives_it(tmp_path):
     child, address = launch_server(
         "stand-in server",
         [sys.executable, "-S", str(tmp_path / "server.py")],
-        {},
         {},
         [str(tmp_path / "engine.pid")],
         env={},

@@ -192,6 +192,7 @@ def control_of(address, token):
     return ControlClient(address, token, timeout_s=60)
 
 
+@pytest.mark.slow
 async def test_copies_in_other_processes_learn_of_updates(address, folders, tmp_path):
     """Whoever updates, and whoever asks: each token is of the version it names."""
     file = tmp_path / "servers.json"

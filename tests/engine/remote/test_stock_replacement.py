@@ -64,6 +64,7 @@ async def launched(tmp_path):
     process.close()
 
 
+@pytest.mark.slow
 async def test_a_killed_server_is_replaced(launched, tmp_path):
     world, launches = launched
     assert TOKEN not in Path(f"/proc/{launches.children[0].pid}/cmdline").read_text()

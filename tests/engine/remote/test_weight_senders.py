@@ -137,6 +137,7 @@ def test_a_damaged_delta_is_refused_and_the_old_weights_serve(servers, tmp_path)
     engine.destroy()
 
 
+@pytest.mark.slow
 def test_a_server_that_joins_and_hangs_or_dies_meanwhile_ends_no_update(folder, servers):
     options = {"token": TOKEN, "num_pages": 200, "setup_timeout_s": WAIT_S}
     child, address = launch_native_server(folder, **options)
