@@ -266,7 +266,7 @@ def memory_rows() -> Iterator[Comparison]:
 
 def measured_rows() -> Iterator[Comparison]:
     """Those of benchmark/planner_rows.py, memory and speed."""
-    measured = results("planner_rows")
+    measured = results("planner_rows") | results("planner_rows_servers")
     for name in ROWS:
         for row in predict(name) if f"{name}_peak" in measured else ():
             yield Comparison(row.name, row.value, measured[row.name], row.unit)

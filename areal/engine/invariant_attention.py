@@ -1,7 +1,8 @@
 """Batch-invariant attention over packed tokens: training and scoring get the bits of decoding.
 
-Keys and values are laid out in pages like the native engine's cache, and each row attends by
-`rows_attention`, the kernel of a decoded row. Gradients are those of PackedAttention.
+Keys and values are laid out in pages like the native engine's cache, and each row attends as a
+decoded row does: by `rows_attention` on a GPU, by `PagedAttention` on a CPU, where pages of another
+size than the engine's may change the bits. Gradients are those of PackedAttention.
 
 Shape legend: T packed tokens, C sequences, P pages, N query heads, K key/value heads, H head dim.
 """
@@ -9,18 +10,24 @@ Shape legend: T packed tokens, C sequences, P pages, N query heads, K key/value 
 from __future__ import annotations
 
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from areal.models.common.attention import PackedAttention
 from areal.models.common.invariant import with_gradients_of
 
+if TYPE_CHECKING:
+    from areal.engine.native.torch_runner import PagedAttention
+
 _PAGE = 16
+_ANY = 0  # layer
 
 
 class InvariantPackedAttention(PackedAttention):
     def __init__(self, cu_seqlens: torch.Tensor, max_seqlen: int) -> None:
         super().__init__(cu_seqlens, max_seqlen)
+        self._by_pages: PagedAttention | None = None  # of a CPU, made for the first layer
         device = cu_seqlens.device
         lengths = cu_seqlens.long().diff()
         pages_C = -(-lengths // _PAGE)
@@ -47,8 +54,21 @@ class InvariantPackedAttention(PackedAttention):
         def reference(q, k, v):
             return PackedAttention.__call__(self, layer, q, k, v, **scores)
 
-        by_rows = partial(self._by_rows, **scores)
-        return with_gradients_of(reference, by_rows, (q_TNH, k_TKH, v_TKH))
+        by_rows = self._by_rows if q_TNH.is_cuda else self._on_cpu
+        return with_gradients_of(reference, partial(by_rows, **scores), (q_TNH, k_TKH, v_TKH))
+
+    def _on_cpu(
+        self, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, **scores: Any
+    ) -> torch.Tensor:
+        if self._by_pages is None:
+            from areal.engine.native.torch_runner import KVCache, PagedAttention
+
+            # The pages of one layer serve all, one after the other.
+            shape = (1, self._num_pages, _PAGE, *k_TKH.shape[1:])
+            cache = KVCache(k_TKH.new_zeros(shape), v_TKH.new_zeros(shape), {_ANY: 0})
+            pages_TP = self._pages_CP[self._chunk_T].long().numpy()
+            self._by_pages = PagedAttention(cache, self.positions_T.numpy(), pages_TP)
+        return self._by_pages(_ANY, q_TNH, k_TKH, v_TKH, **scores)
 
     def _by_rows(
         self,

@@ -23,6 +23,8 @@ stays outside: it is one kernel already and depends on sequence lengths. All blo
 program per half, for any number of tokens, compiled in the first training and inference steps; the
 blocks of a vision tower share two more. The halves of blocks that are sharded over tp are compiled
 with their collectives; a rank that gets a single row of tokens compiles them once more for it.
+Where blocks are whole, one program computes the second half of a block and the first of the next
+(`chain_blocks`): each call of a program costs the host time beside launching its kernels.
 
 Sharding (`parallelize`): tensor parallelism first, then FSDP2.
 - FSDP: shards are float32 and are the master weights. A block is gathered when it runs, rounded to
@@ -39,7 +41,7 @@ Shape legend: T tokens, D model dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +67,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from areal.models.common.attention import Attention
+from areal.models.common.attention import Attend, Attention
 from areal.models.common.lora_layers import LoraLinear
 from areal.models.common.moe import MoE
 from areal.models.expert_parallel import SpreadExperts, WholeTokens
@@ -75,6 +77,7 @@ if TYPE_CHECKING:
     from areal.models.common.decoder import Decoder, DecoderBlock
 
 
+_MAX_PROGRAMS = 64  # of one function; torch's own limit is 8
 _EXPENSIVE_OPS = {
     "aten::mm",
     "aten::addmm",
@@ -121,6 +124,9 @@ def compile_blocks(model: Decoder, memory_budget: float | None = None) -> None:
     memory_budget: fraction of the memory kept for the backward pass; 1 recomputes no matrix
     product; None is 1.
     """
+    # Models, kinds of blocks, training and inference share the programs of a function, and one
+    # program too many would end the run.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_PROGRAMS)
     for block in model.blocks:
         block.before = _half(block, "before", memory_budget)
         if not isinstance(block.feed_forward, MoE):  # rows per expert depend on data
@@ -147,6 +153,42 @@ def _half(block: nn.Module, name: str, memory_budget: float | None) -> Callable[
             return run(block, *map(_program_input, tensors))
 
     return call_within_budget
+
+
+def chain_blocks(model: Decoder) -> None:
+    """Let compiled blocks run in a chain. Not those with experts, or that are recomputed as a
+    whole, and never while a block has forward hooks: a chain calls its halves, not the block."""
+    if not any("forward" in vars(b) or isinstance(b.feed_forward, MoE) for b in model.blocks):
+        model.chain = _run_chain
+
+
+def _run_chain(
+    blocks: Sequence[DecoderBlock],
+    x_TD: torch.Tensor,
+    rotations: Sequence[tuple[torch.Tensor, ...]],
+    attend: Attend,
+) -> torch.Tensor:
+    run, last = _compiled(_after_and_before), blocks[-1]
+    read = blocks[0].before(x_TD, *rotations[0])
+    for block, following, cos_sin in zip(blocks, blocks[1:], rotations[1:], strict=False):
+        mixed = block.mix(attend, *read)
+        del read  # the program's own activations need the memory
+        tensors = map(_program_input, (x_TD, *cos_sin, *mixed))
+        x_TD, *read = run(block, following, *tensors)
+    return last.after(x_TD, *last.mix(attend, *read))
+
+
+def _after_and_before(
+    block: DecoderBlock,
+    following: DecoderBlock,
+    x_TD: torch.Tensor,
+    cos_TR: torch.Tensor,
+    sin_TR: torch.Tensor,
+    *mixed: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """The block's output, and what the following one's `mix` reads."""
+    x_TD = type(block).after(block, x_TD, *mixed)  # not the halves' programs, which blocks have
+    return x_TD, *type(following).before(following, x_TD, cos_TR, sin_TR)
 
 
 @cache

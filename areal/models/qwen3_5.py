@@ -92,16 +92,13 @@ class Qwen35StateDictAdapter(StateDictAdapter):
 class HybridBlock(DecoderBlock):
     """A block whose attention, or what it has in place of it, ends with a gate."""
 
-    def forward(
-        self, x_TD: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor, attend: Attend
-    ) -> torch.Tensor:
-        *mixed, gate_TX = self.before(x_TD, cos_TR, sin_TR)
-        out = self._layer.mix(cast(AttendOrRecur, attend), *mixed)
-        return self.after(x_TD, out, gate_TX)
-
     def before(self, x_TD: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor) -> Tensors:
         """What is mixed over the sequence, and the gate of the result."""
         return self._layer.project(self.attention_norm(x_TD), cos_TR, sin_TR)
+
+    def mix(self, attend: Attend, *projected: torch.Tensor) -> Tensors:
+        *mixed, gate_TX = projected
+        return self._layer.mix(cast(AttendOrRecur, attend), *mixed), gate_TX
 
     def after(
         self, x_TD: torch.Tensor, out_TNH: torch.Tensor, gate_TX: torch.Tensor

@@ -181,8 +181,11 @@ class TrainingRank:
         if self.engine == "megatron" or self.is_offloaded:
             return {}
         if not self._is_sharded:
-            one_copy = self.itemsize == 4
-            return {"gradients": self._trained * (4.0 + (0 if one_copy else self.itemsize))}
+            # AdamW's kernels read the gradients of one micro-batch as backward has left them.
+            is_read_as_is = self.device.kind == "cuda" and self.num_moments == 2
+            if self.itemsize == 4 or (is_read_as_is and self.num_micro_batches == 1):
+                return {"gradients": self._trained * self.itemsize}
+            return {"gradients": self._trained * (4.0 + self.itemsize)}
         layout = self.layout
         block = self._blocks[-1]
         root = self.shape.root_weights / layout.tp if layout.pp == 1 else 0.0
@@ -290,8 +293,11 @@ class TrainingRank:
             again = shape.recomputed(mode, "compiled" if self.is_compiled else "none")
         width, dim = shape.widest_feed_forward, shape.args.dim
         # A compiled half has the gradients of gate, up and product at once; else the product and
-        # its gradient are gone when those of gate and up are complete.
+        # its gradient are gone when those of gate and up are complete. What a compiled half has
+        # computed again is freed for them.
         gradients = 3 * width + 3 * dim if self.is_compiled else 2 * width + dim
+        if self.is_compiled and mode == "full":
+            gradients = width
         numbers = (again + gradients) / self.layout.tp * self.itemsize
         return self._tokens * (numbers + (3 * self._scores if mode == "full" else 0.0))
 
@@ -305,6 +311,8 @@ class TrainingRank:
         numbers = 3 * args.dim + 2 * shape.query_width + 2 * shape.kv_width + 2 * width
         if not self.is_compiled:
             numbers += args.dim + width
+        elif not self._is_sharded:
+            numbers += 2 * args.dim  # blocks run in a chain, which keeps its input and theirs
         block = tokens * numbers * item / layout.tp
         rotation = tokens * args.head_dim * item  # cos and sin
         logits = 0.0

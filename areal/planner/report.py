@@ -165,26 +165,29 @@ def _rounded(value: float) -> int:
     return int(float(f"{value:.3g}"))
 
 
-def _memory_json(memory: Iterable[DeviceMemory]) -> list[dict[str, Any]]:
-    return [
+def _head_json(plan: Plan | OfflinePlan, assumed: list[str]) -> dict[str, Any]:
+    memory = [
         {
             "name": place.name,
             "devices": place.count,
             "peak": place.peak,
             "processes": [asdict(process) for process in place.processes],
         }
-        for place in memory
+        for place in plan.memory
     ]
-
-
-def offline_json(plan: OfflinePlan, assumed: list[str]) -> dict[str, Any]:
-    steps, better = plan.load.steps, plan.better
     return {
         "device": plan.device.name,
         "gpus": plan.gpus,
         "assumed": assumed,
         "memory_bytes": plan.device.memory_bytes,
-        "memory": _memory_json(plan.memory),
+        "memory": memory,
+    }
+
+
+def offline_json(plan: OfflinePlan, assumed: list[str]) -> dict[str, Any]:
+    steps, better = plan.load.steps, plan.better
+    return {
+        **_head_json(plan, assumed),
         "fits": plan.fits,
         "step_s": plan.step_s,
         "tokens_per_s": plan.tokens_per_s,
@@ -198,11 +201,7 @@ def as_json(
     plan: Plan, assumed: list[str], better: Split | None, simulated: Simulated | None
 ) -> dict[str, Any]:
     return {
-        "device": plan.device.name,
-        "gpus": plan.gpus,
-        "assumed": assumed,
-        "memory_bytes": plan.device.memory_bytes,
-        "memory": _memory_json(plan.memory),
+        **_head_json(plan, assumed),
         "fits": not plan.too_large(),
         "times": asdict(plan.times),
         "step_s": plan.step_s,

@@ -25,8 +25,9 @@ _LOGIT_BYTES_SAMPLING = 15  # the passes of a draw
 # Bytes of a number of a recurrent state, float32, read and written by a kernel that reaches 63 % of
 # the bandwidth.
 _STATE_TRAFFIC = 8 / 0.63
-# Per weight: gradients gathered, their norm, clipping; masters and moments read and written.
-_OPTIMIZER_BYTES = 48
+# Per weight: gradients and their norm; masters and moments read and written. On a GPU in one pass,
+# elsewhere gradients are gathered and clipped before.
+_OPTIMIZER_BYTES = {"cuda": 34, "cpu": 48}
 _FULL_RATE_HEAD = 128  # dims of a head: attention of smaller ones spends its time on exponentials
 _FITTED_DIM, _TILE_DIM = 1536, 400  # model dim that matrix_share was fitted to; what tiles cost
 _SCORE_BYTES = 4 * 14  # passes over the float32 scores of attention without a fused kernel
@@ -236,7 +237,7 @@ class Training:
     def optimizer_s(self) -> float:
         layout = self.layout
         own = self.shape.num_weights / (layout.shards * layout.tp * layout.pp)
-        return own * _OPTIMIZER_BYTES / self.device.bandwidth
+        return own * _OPTIMIZER_BYTES[self.device.kind] / self.device.bandwidth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

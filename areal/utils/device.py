@@ -90,6 +90,16 @@ class Platform:
 current_platform = Platform()
 
 
+# BLAS kernels treat a few leftover rows differently (one row is a matrix-vector product). With
+# whole tiles of rows a row's bits do not depend on how many rows there are.
+CPU_TILE = 16
+
+
+def whole_tiles(num_rows: int) -> int:
+    """The next multiple of `CPU_TILE`."""
+    return -(-num_rows // CPU_TILE) * CPU_TILE
+
+
 def use_plain_blas() -> None:
     """Disable oneDNN for the whole process. Flags are global: call it before threads compute and
     before the process's first product, when MKL reads its variable."""

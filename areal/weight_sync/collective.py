@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from areal.utils.addresses import address_towards
 from areal.weight_sync.bucket import DTYPE_NAMES, DTYPES, device_checksum, fill_buckets
 
 _POLL_S = 0.001
@@ -277,7 +278,7 @@ def _gloo(store: Store, place: GroupPlace) -> _Backend:
     options = gloo._Options()
     options._timeout = timedelta(seconds=place.timeout_s + 2)  # after the timeout of `_finish`
     # By default gloo listens on the address of the hostname, which may be public.
-    own_address = _address_towards(place.host, place.port)
+    own_address = address_towards(place.host, place.port)
     options._devices = [gloo.create_device(hostname=own_address)]
     return gloo(store, place.rank, place.world_size, options)
 
@@ -298,14 +299,6 @@ def _nccl(store: Store, place: GroupPlace, device: torch.device) -> _Backend:
             os.environ[_NCCL_ERRORS] = before
     backend.eager_connect_single_device(device)
     return backend
-
-
-def _address_towards(host: str, port: int) -> str:
-    """The local address that packets to `host` are sent from."""
-    family = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))  # sends nothing
-        return probe.getsockname()[0]
 
 
 def _pack(

@@ -39,9 +39,9 @@ import torch
 
 from areal.utils.device import num_cores
 from areal.weight_sync.publication import (
-    Manifest,
     Publication,
     PublicationError,
+    WeightManifest,
     open_publication,
     publish,
 )
@@ -70,7 +70,7 @@ class DeltaPublisher:
         *,
         bucket_bytes: int,
         key: str = "",
-    ) -> Manifest:
+    ) -> WeightManifest:
         """Writes patches against the previous version, or a full publication without one."""
         base_version, base = self._version, self._weights
         self.forget()  # until the end: an error must not leave a mix of two versions
@@ -93,7 +93,7 @@ class DeltaPublisher:
 
     def publish_whole(
         self, folder: str | Path, version: int, *, bucket_bytes: int, key: str = ""
-    ) -> Manifest:
+    ) -> WeightManifest:
         """Writes the full weights last passed to `publish`."""
         weights = self._weights.items()
         manifest = publish(weights, folder, version, bucket_bytes=bucket_bytes, key=key)

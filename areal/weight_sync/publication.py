@@ -59,7 +59,7 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class WeightManifest:
     version: int
     buckets: tuple[Bucket, ...]
     tensors: dict[str, tuple[str, tuple[int, ...]]]  # name -> (dtype as in safetensors, shape)
@@ -79,7 +79,7 @@ def publish(
     durable: bool = True,
     base_version: int | None = None,
     key: str = "",
-) -> Manifest:
+) -> WeightManifest:
     """Writes the weights to `folder` as `version`, replacing what was there.
 
     Holds at most one bucket in CPU memory beside the model. `durable` flushes to the disk. Readers
@@ -96,7 +96,7 @@ def publish(
                 if weight in tensors:
                     raise ValueError(f"the weight {weight} was given twice")
                 tensors[weight] = (DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
-        manifest = Manifest(version, tuple(buckets), tensors, base_version)
+        manifest = WeightManifest(version, tuple(buckets), tensors, base_version)
         write_hashed(scratch / MANIFEST, [seal(_body(manifest), key)])
     return manifest
 
@@ -108,7 +108,7 @@ class Publication:
         model.load_hf_tensor(name, tensor)
     """
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    def __init__(self, folder: Path, manifest: WeightManifest) -> None:
         self.folder = folder
         self.manifest = manifest
 
@@ -140,7 +140,7 @@ def open_publication(
     return Publication(folder, manifest)
 
 
-def _body(manifest: Manifest) -> dict[str, Any]:
+def _body(manifest: WeightManifest) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "version": manifest.version,
@@ -156,7 +156,7 @@ def _body(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def _decode(path: Path, key: str) -> Manifest:
+def _decode(path: Path, key: str) -> WeightManifest:
     try:
         body = unseal(read_sealed(path), key)
     except FileNotFoundError:
@@ -171,14 +171,14 @@ def _decode(path: Path, key: str) -> Manifest:
     return _manifest_of(body, path)
 
 
-def _manifest_of(body: dict[str, Any], path: Path) -> Manifest:
+def _manifest_of(body: dict[str, Any], path: Path) -> WeightManifest:
     """The typed manifest; a validly sealed file may still have unexpected content."""
     try:
         buckets = tuple(Bucket(b["file"], b["nbytes"], b["sha256"]) for b in body["buckets"])
         tensors = {
             name: (entry["dtype"], tuple(entry["shape"])) for name, entry in body["tensors"].items()
         }
-        manifest = Manifest(body["version"], buckets, tensors, body["base_version"])
+        manifest = WeightManifest(body["version"], buckets, tensors, body["base_version"])
         ok = (
             isinstance(manifest.version, int)
             and isinstance(manifest.base_version, int | None)
@@ -206,7 +206,7 @@ def _verify_bytes(path: Path, bucket: Bucket) -> None:
         raise PublicationError(f"{path} is damaged: {error}") from None
 
 
-def _verify_tensors(folder: Path, manifest: Manifest) -> None:
+def _verify_tensors(folder: Path, manifest: WeightManifest) -> None:
     """The buckets hold exactly the manifest's weights, each once, with its dtype and shape."""
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     for bucket in manifest.buckets:

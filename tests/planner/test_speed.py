@@ -209,8 +209,8 @@ def test_what_cannot_fit_is_refused_with_the_numbers():
     small = replace(H200, memory_gib=40.0)
     why = refusal(plan_setup(setup_of(large_shape(), device=small), LOAD).memory, small)
     assert why is not None
-    # 7.6 billion weights at 20 bytes.
-    assert "actor needs 14" in why and "which has 39.0 GiB" in why
+    # 7.6 billion weights at 14 bytes, activations and the head.
+    assert "actor needs 118.8 GiB" in why and "which has 39.0 GiB" in why
     assert "shard it over more ranks (d, t or p of actor.backend)" in why
     assert refusal(plan_setup(setup_of(tiny_shape(), device=small), LOAD).memory, small) is None
 

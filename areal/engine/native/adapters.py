@@ -33,11 +33,11 @@ from torch import nn
 from areal.models.common.decoder import Decoder
 from areal.models.lora_files import FILE_PREFIX
 from areal.models.lora_merge import merged_weight
+from areal.utils.device import CPU_TILE
 from areal.utils.model_files import weight_files
 
 LIVE = 0  # the number of requests that name no adapter
 _KEPT_VERSIONS = 2  # besides those that requests still use
-_ROW_MULTIPLE = 16  # see torch_runner.py
 _MAX_KERNEL_RANK = 128  # one tile of the kernels (cuda/adapter_linear.py)
 
 
@@ -231,7 +231,7 @@ class AdapterBank:
 
 def _whole_tiles(rows: np.ndarray) -> np.ndarray:
     """Padded with the last row, because products treat a few rows differently than many."""
-    return np.pad(rows, (0, -len(rows) % _ROW_MULTIPLE), mode="edge")
+    return np.pad(rows, (0, -len(rows) % CPU_TILE), mode="edge")
 
 
 class AdaptedLinear(nn.Linear):

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from areal.api.config.inference import GenerationHyperparameters
+from areal.models.common.invariant import drawn_logprobs
 
 MAX_STOP_IDS = 64  # stop tokens one request can ban
 MAX_BIASED = 1024  # tokens with a bias
@@ -143,8 +144,7 @@ def _sample_chunk(
     token_R = torch.searchsorted(cumulative_RV, (uniform_R * total_R)[:, None], right=True)[:, 0]
     if greedy.any():
         token_R = torch.where(torch.from_numpy(greedy).to(device), probs_RV.argmax(-1), token_R)
-    prob_R = probs_RV.gather(1, token_R[:, None])[:, 0]
-    return token_R, (prob_R / total_R).log()
+    return token_R, drawn_logprobs(probs_RV, cumulative_RV, token_R)
 
 
 def _adjust(logits_V: torch.Tensor, options: SamplingOptions, row: int) -> None:

@@ -22,9 +22,11 @@ import torch
 from areal.engine.invariant_attention import InvariantPackedAttention
 from areal.models.common.attention import PackedAttention
 from areal.models.common.decoder import Decoder
+from areal.models.common.invariant import row_logprobs
 from areal.models.vision.args import VisionArgs
 from areal.models.vision.placeholders import never_sampled
 from areal.utils.data import sequence_lengths
+from areal.utils.device import whole_tiles
 
 _BATCH_TOKENS = 16384  # of one forward, unless a single sequence is longer
 _CHUNK_TOKENS = 1024  # rows of logits [C, V] that exist at a time
@@ -89,10 +91,14 @@ def _score_batch(
     model: Decoder, batch: list[Sequence[int]], num_top: int, batch_invariant: bool
 ) -> list[ScoredTokens]:
     device = model.embedding_weight.device
-    lengths = torch.tensor([0, *map(len, batch)])
+    lengths = [0, *map(len, batch)]
+    tokens = [token for sequence in batch for token in sequence]
+    if batch_invariant:  # one more sequence makes whole tiles of rows
+        padding = [0] * (whole_tiles(len(tokens)) - len(tokens))
+        tokens, lengths = [*tokens, *padding], [*lengths, len(padding)]
     attention = InvariantPackedAttention if batch_invariant else PackedAttention
-    attend = attention(lengths.cumsum(0).to(device), int(lengths.max()))
-    tokens_T = torch.tensor([token for tokens in batch for token in tokens], device=device)
+    attend = attention(torch.tensor(lengths).cumsum(0).to(device), max(lengths))
+    tokens_T = torch.tensor(tokens, device=device)
     hidden_TD = model(tokens_T, attend.positions_T, attend)
     next_T = tokens_T.roll(-1)
     never = never_sampled(model.args.vision, model.args.vocab_size)
@@ -105,9 +111,10 @@ def _score_batch(
         if never:
             logits_CV = logits_CV.index_fill(1, torch.tensor(never, device=device), -torch.inf)
         logprobs_CV = logits_CV.log_softmax(-1)
-        chosen += logprobs_CV.gather(-1, next_C[:, None]).squeeze(-1).tolist()
+        logprobs_C = logprobs_CV.gather(-1, next_C[:, None]).squeeze(-1)
+        chosen += (row_logprobs(logits_CV, next_C) if batch_invariant else logprobs_C).tolist()
         top += _most_likely(logprobs_CV, num_top)
-    ends = lengths.cumsum(0).tolist()
+    ends = itertools.accumulate(map(len, batch), initial=0)
     return [
         ScoredTokens([*chosen[start : end - 1], 0.0], [*top[start : end - 1], []])
         for start, end in itertools.pairwise(ends)

@@ -2,7 +2,8 @@
 
 Invariant (CPU): tokens and log-probabilities of a request are, bit for bit, a function of weights,
 prompt, seed and options. No row depends on other rows: matrix products because every forward has
-whole tiles of rows (`Rows`), attention because a row's arithmetic has one shape (`PagedAttention`).
+whole tiles of rows (`ForwardRows`), attention because a row's arithmetic has one shape
+(`PagedAttention`).
 
 `PagedAttention` is the `attend` back end of prefill and decoding. Every token of a forward is a
 row: it writes its key and value into the cache, then attends to the pages of its sequence up to its
@@ -12,9 +13,9 @@ split into chunks (a CPU kernel computes each (row, head) alone). The G query he
 key/value head are laid out as G query positions. With a sliding window only the pages within reach
 are read.
 
-`Rows` collects the rows of one forward on the host, chunk by chunk (all decoding sequences; a piece
-of one prompt); `build` pads them to a multiple of `ROW_MULTIPLE` with rows that write to the
-scratch page.
+`ForwardRows` collects the rows of one forward on the host, chunk by chunk (all decoding sequences;
+a piece of one prompt); `build` pads them to whole tiles (utils/device.py) with rows that write to
+the scratch page.
 
 Shapes: T rows, R sampled rows or rows of one bucket, D model dim, V vocabulary, L layers, N query
 heads, K key/value heads, G = N / K, H head dim, P pages, S = P * page_size cached positions.
@@ -23,6 +24,8 @@ heads, K key/value heads, G = N / K, H head dim, P pages, S = P * page_size cach
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -39,7 +42,7 @@ from areal.engine.native.state_cache import StateCache, StateRows
 from areal.models.common.moe import recorded_experts
 from areal.models.vision.placeholders import never_sampled
 from areal.models.vision.tower import Images, Sight
-from areal.utils.device import use_plain_blas
+from areal.utils.device import CPU_TILE, use_plain_blas, whole_tiles
 
 if TYPE_CHECKING:
     from areal.engine.native.adapters import AdapterBank
@@ -74,7 +77,7 @@ class TorchRunner:
         self._device = weight.device
         self._table = table
         self._adapters = adapters
-        self._cache = KVCache(model, num_pages=num_pages, page_size=page_size)
+        self._cache = new_cache(model, num_pages=num_pages, page_size=page_size)
         self._states = None if num_states is None else StateCache(model, num_states)
         moe = model.args.moe
         self._experts = moe and ExpertCache(
@@ -89,7 +92,7 @@ class TorchRunner:
         return self._model.look(images)
 
     def prefill(self, chunks: list[Chunk]) -> torch.Tensor:
-        rows = Rows()
+        rows = ForwardRows()
         last = []
         for chunk in chunks:
             positions = np.arange(chunk.start, chunk.start + len(chunk.tokens))
@@ -107,7 +110,7 @@ class TorchRunner:
     def draft_length(self, num_rows: int) -> int:
         """Drafts take the place of padding rows. None with states: these cannot go back to before
         a draft that did not come true."""
-        return 0 if self._states is not None else max(ROW_MULTIPLE // num_rows - 1, 0)
+        return 0 if self._states is not None else max(CPU_TILE // num_rows - 1, 0)
 
     def draft_cost(self, slots: np.ndarray, length: int) -> float:
         """The products of a tile of rows cost the same; attention and draws cost by the row."""
@@ -124,7 +127,7 @@ class TorchRunner:
         given = np.fromiter(itertools.chain(*([0, *draft] for draft in drafts)), np.int64)
         positions = table.num_tokens[row_slot] - 1 + offset
         width = int(positions.max()) // self._cache.page_size + 1
-        rows = Rows()
+        rows = ForwardRows()
         rows.add(
             np.where(offset == 0, table.last_token[row_slot], given),
             positions,
@@ -163,7 +166,7 @@ class TorchRunner:
         self, slots: np.ndarray, hidden_RD: torch.Tensor, offset: np.ndarray
     ) -> tuple[list[int], list[float]]:
         """The draw `offset` after the next one of each slot."""
-        num_padding = padded(len(slots)) - len(slots)
+        num_padding = whole_tiles(len(slots)) - len(slots)
         logits_RV = self._model.logits(F.pad(hidden_RD, (0, 0, 0, num_padding)))[: len(slots)]
         if self._never is not None:
             logits_RV.index_fill_(1, self._never, -torch.inf)
@@ -189,7 +192,7 @@ class TorchRunner:
 
     def _forward(
         self,
-        rows: Rows,
+        rows: ForwardRows,
         lengths: list[int],
         spans: list[StateSpan],
         seen: tuple[Sight, np.ndarray] | None = None,
@@ -222,23 +225,35 @@ _GATHER_PASSES, _DRAW_PASSES = 3, 8
 _MAX_GATHERED_ELEMENTS = 2**23
 
 
+@dataclass(frozen=True, slots=True)
 class KVCache:
-    """Keys and values of all pages in all layers with attention: `[L, num_pages, page_size, K, H]`
-    each."""
+    """Of all pages in all layers with attention. Masked positions are multiplied by 0, so what is
+    not written yet must be finite."""
 
-    def __init__(self, model: Decoder, *, num_pages: int, page_size: int) -> None:
-        args = model.args
-        self.row_of = {layer: row for row, layer in enumerate(args.attention_layers)}
-        shape = (len(self.row_of), num_pages, page_size, args.n_kv_heads, args.head_dim)
-        # Zeros, not empty: masked positions are multiplied by 0, and 0 * NaN is NaN.
-        self.keys, self.values = (model.embedding_weight.new_zeros(shape) for _ in range(2))
-        self.page_size = page_size
-        numbers = 2 * len(self.row_of) * args.n_kv_heads * args.head_dim
-        self.token_bytes = numbers * self.keys.itemsize
+    keys: torch.Tensor  # [L, num_pages, page_size, K, H]
+    values: torch.Tensor
+    row_of: Mapping[int, int]  # layer of the model -> index in dimension 0
+
+    @property
+    def page_size(self) -> int:
+        return self.keys.shape[2]
+
+    @property
+    def token_bytes(self) -> int:
+        num_layers, _, _, *heads = self.keys.shape
+        return 2 * num_layers * math.prod(heads) * self.keys.itemsize
 
     def copy_pages(self, source: torch.Tensor, target: torch.Tensor) -> None:
         for cache in (self.keys, self.values):
             cache.index_copy_(1, target, cache.index_select(1, source))
+
+
+def new_cache(model: Decoder, *, num_pages: int, page_size: int) -> KVCache:
+    args = model.args
+    row_of = {layer: row for row, layer in enumerate(args.attention_layers)}
+    shape = (len(row_of), num_pages, page_size, args.n_kv_heads, args.head_dim)
+    keys, values = (model.embedding_weight.new_zeros(shape) for _ in range(2))
+    return KVCache(keys, values, row_of)
 
 
 @dataclass(slots=True)
@@ -390,17 +405,8 @@ def bucket_of(num_pages: np.ndarray) -> np.ndarray:
     return -(-num_pages // step) * step
 
 
-# BLAS kernels treat a few leftover rows differently (one row is a matrix-vector product). With
-# whole tiles of 16 a row's bits do not depend on how many rows there are.
-ROW_MULTIPLE = 16
-
-
-def padded(num_rows: int) -> int:
-    return -(-num_rows // ROW_MULTIPLE) * ROW_MULTIPLE
-
-
 @dataclass(slots=True)
-class Rows:
+class ForwardRows:
     count: int = 0
     # tokens, positions, last visible ones, pages, adapters, rotary positions
     _chunks: list[
@@ -427,7 +433,7 @@ class Rows:
     def build(self) -> tuple[np.ndarray, ...]:
         """tokens [T], positions [T], last visible ones [T], pages [T, P], adapters [T] and rotary
         positions, [3, T] where they differ by axis, else [T]; all int64."""
-        num_rows = padded(self.count)
+        num_rows = whole_tiles(self.count)
         width = max(pages.shape[-1] for *_, pages, _, _ in self._chunks)
         has_axes = any(rotary.ndim == 2 for *_, rotary in self._chunks)
         tokens_T = np.zeros(num_rows, np.int64)

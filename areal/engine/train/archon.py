@@ -63,6 +63,7 @@ from areal.models.hf_io import (
 from areal.models.lora import Adapters
 from areal.models.parallel_dims import ParallelDims, ParallelMesh
 from areal.models.parallelize import (
+    chain_blocks,
     checkpoint_blocks,
     compile_blocks,
     gather_tokens,
@@ -165,8 +166,8 @@ class ArchonEngine(BaseTrainEngine[Decoder, MasterOptimizer]):
     def _speed_up_blocks(self, model: Decoder) -> None:
         archon = self.config.archon
         ac_mode = archon.ac_mode if self.config.gradient_checkpointing else "none"
+        has_budget = ac_mode == "memory_budget"
         if archon.enable_compile:
-            has_budget = ac_mode == "memory_budget"
             compile_blocks(model, archon.ac_memory_budget if has_budget else None)
         checkpoint_blocks(
             model,
@@ -174,6 +175,9 @@ class ArchonEngine(BaseTrainEngine[Decoder, MasterOptimizer]):
             selective_option=archon.selective_ac_option,
             compiled=archon.enable_compile,
         )
+        is_whole_on_gpu = self._mesh is None and self.device.type == "cuda"
+        if archon.enable_compile and is_whole_on_gpu and not has_budget:
+            chain_blocks(model)
 
     def _build_optimizer(self, config: OptimizerConfig, total_steps: int) -> MasterOptimizer:
         stages = self._dims.pp

@@ -47,6 +47,7 @@ IMAGE_TRAINERS, IMAGE_SERVERS = ("archon", "fsdp"), ("native", "sglang", "vllm")
 # That read images, as `workflow` of a config names them.
 VISION_WORKFLOWS = frozenset({"vision_rlvr", "areal.workflow.vision_rlvr.VisionRLVRWorkflow"})
 MEGATRON_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+_GPU_DRIVER = Path("/proc/driver/nvidia/gpus")
 _EXPERT_LAYERS = {"gate_proj", "up_proj", "down_proj"}
 # Of tables in transformers' source, and of keys and layers in a config.json.
 _ROW = re.compile(r"\(\s*\"([\w.-]+)\",\s*\(?\"(\w+)\"")
@@ -408,7 +409,7 @@ def _check_megatron_family(args: DecoderArgs) -> None:
 
 
 def _check_batch_invariant(args: DecoderArgs) -> None:
-    if args.moe is not None:
+    if args.moe is not None and _GPU_DRIVER.exists():  # on a CPU it needs no kernel
         raise ValueError(
             "batch_invariant: there is no such kernel for experts; turn it off for this model"
         )

@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from areal.models.common.decoder import float32_logits, softcap
 from areal.models.common.invariant import invariant_logits, row_logprobs
+from areal.utils.device import whole_tiles
 
 _NEVER = -1e30  # a logit whose probability is 0
 
@@ -72,6 +73,8 @@ def next_token_logprobs(
     sum over the group.
     """
     assert not (banned and logit_softcap), "a cap would lift banned logits"
+    if batch_invariant:
+        chunk_size = whole_tiles(chunk_size)
     head = _Head(temperature, logit_softcap, chunk_size, batch_invariant, part, banned)
     if not banned:
         return _ChunkedLogprobs.apply(hidden_TD, weight_WD, labels_T, head)
@@ -137,14 +140,15 @@ def _chunk_forward(
         stats = row_statistics(raw_CW, labels_C, head.temperature, head.softcap)
         log_total_C, label_C, mean_logit_C = stats
     else:
-        logits_CW = _logits(hidden_CD, weight_WD, head, head.batch_invariant)
+        raw_CW = _raw_logits(hidden_CD, weight_WD, head, head.batch_invariant)
+        logits_CW = _scaled(raw_CW, head)
         log_total_C, label_C, mean_logit_C = (
             _whole_rows(logits_CW, labels_C)
             if head.part is None
             else _rows_in_parts(logits_CW, labels_C, head.part)
         )
     if head.batch_invariant:
-        logprobs_C = row_logprobs(logits_CW, labels_C)
+        logprobs_C = row_logprobs(raw_CW, labels_C, head.temperature)
     else:
         logprobs_C = label_C - log_total_C
     return logprobs_C, log_total_C - mean_logit_C, log_total_C
@@ -165,7 +169,7 @@ def _logit_gradient(
         raw_CW = _ban(float32_logits(hidden_CD, weight_WD), head)
         options = (head.temperature, head.softcap, hidden_CD.dtype)
         return logit_gradient(raw_CW, labels_C, log_total_C, grad_C, *options)
-    logits_CW = _logits(hidden_CD, weight_WD, head, False)
+    logits_CW = _scaled(_raw_logits(hidden_CD, weight_WD, head, False), head)
     scale_C1 = grad_C[:, None] / head.temperature
     cap = head.softcap
     slope_CW = None if cap is None else _softcap_slope(logits_CW, head.temperature / cap)
@@ -242,12 +246,16 @@ def _own_labels(
     return label_C.clamp(0, width - 1), is_here_C
 
 
-def _logits(
+def _raw_logits(
     hidden_CD: torch.Tensor, weight_WD: torch.Tensor, head: _Head, batch_invariant: bool
 ) -> torch.Tensor:
+    """At temperature 1."""
     product = invariant_logits if batch_invariant else float32_logits
-    logits_CW = softcap(product(hidden_CD, weight_WD), head.softcap)
-    return _ban(logits_CW if head.temperature == 1.0 else logits_CW / head.temperature, head)
+    return _ban(softcap(product(hidden_CD, weight_WD), head.softcap), head)
+
+
+def _scaled(raw_CW: torch.Tensor, head: _Head) -> torch.Tensor:
+    return raw_CW if head.temperature == 1.0 else _ban(raw_CW / head.temperature, head)
 
 
 def _ban(logits_CW: torch.Tensor, head: _Head) -> torch.Tensor:

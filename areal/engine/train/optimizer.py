@@ -12,6 +12,7 @@ optimizer stay unchanged.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 
 import torch
 import torch.distributed as dist
@@ -57,7 +58,39 @@ def scheduled_lr(config: OptimizerConfig, step: int, total_steps: int) -> float:
     )
 
 
-class MasterOptimizer:
+class SkippingOptimizer(ABC):
+    """A step leaves out an update whose gradient norm is not finite, and counts it."""
+
+    def __init__(self) -> None:
+        self.num_skipped_steps = 0
+        self.lr_step = 0
+
+    @property
+    @abstractmethod
+    def lr(self) -> float: ...
+
+    @abstractmethod
+    def forget_gradients(self) -> None: ...
+
+    @abstractmethod
+    def _clip_and_update(self) -> float:
+        """The norm of the gradients; nothing has changed if it is not finite."""
+
+    @torch.no_grad()
+    def step(self) -> dict[str, float]:
+        """Clip, update, clear the gradients; reports update_successful, grad_norm and lr."""
+        grad_norm = self._clip_and_update()
+        successful = math.isfinite(grad_norm)
+        if not successful:
+            self.num_skipped_steps += 1
+            logger.warning(
+                "gradient norm is %s: update skipped (%d so far)", grad_norm, self.num_skipped_steps
+            )
+        self.forget_gradients()
+        return {"update_successful": float(successful), "grad_norm": grad_norm, "lr": self.lr}
+
+
+class MasterOptimizer(SkippingOptimizer):
     """Updates the trainable weights of `model` in place. All of `ranks`, which hold shards, call.
 
     In a pipeline of `num_stages` ranks, weights of other ranks' stages are on the meta device.
@@ -71,10 +104,9 @@ class MasterOptimizer:
         ranks: dist.ProcessGroup | None = None,
         num_stages: int = 1,
     ) -> None:
+        super().__init__()
         self._ranks = ranks
         self._num_stages = num_stages
-        self.num_skipped_steps = 0
-        self.lr_step = 0
         self._config = config
         self._total_steps = total_steps
         self._weights = {
@@ -113,26 +145,16 @@ class MasterOptimizer:
                 self._grads[name] = held.float().add_(weight.grad)
             weight.grad = None
 
-    @torch.no_grad()
-    def step(self) -> dict[str, float]:
-        """Clip, update, clear the gradients; reports update_successful, grad_norm and lr."""
+    def _clip_and_update(self) -> float:
         self._take_shards()
         norm = self._gradient_norm()
         if self._uses_kernels():
             self._update_by_kernels(norm)  # changes nothing if the norm is not finite
-            grad_norm = norm.item()
-        else:
-            grad_norm = norm.item()
-            if math.isfinite(grad_norm):
-                self._update(norm, grad_norm)
-        successful = math.isfinite(grad_norm)
-        if not successful:
-            self.num_skipped_steps += 1
-            logger.warning(
-                "gradient norm is %s: update skipped (%d so far)", grad_norm, self.num_skipped_steps
-            )
-        self.forget_gradients()
-        return {"update_successful": float(successful), "grad_norm": grad_norm, "lr": self.lr}
+            return norm.item()
+        grad_norm = norm.item()
+        if math.isfinite(grad_norm):
+            self._update(norm, grad_norm)
+        return grad_norm
 
     def forget_gradients(self) -> None:
         for weight in self._weights.values():

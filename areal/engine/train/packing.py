@@ -42,6 +42,7 @@ from areal.models.common.layer_trace import trace_forward
 from areal.models.common.moe import replay_experts
 from areal.models.parallel_dims import ParallelMesh
 from areal.models.parallelize import gather_tokens
+from areal.utils.device import CPU_TILE
 
 
 class UlyssesAttention:
@@ -258,7 +259,8 @@ def pack_micro_batch(
     """This rank's tokens of `mb`; on a mesh padded, to at least `min_tokens`."""
     packed = InvariantPackedAttention if config.batch_invariant else PackedAttention
     if mesh is None:
-        return pack_rows(mb, packed=packed, images=images)
+        multiple = CPU_TILE if config.batch_invariant else 1
+        return pack_rows(mb, multiple=multiple, packed=packed, images=images)
     return pack_rows(
         mb,
         multiple=mesh["cp_tp"].size(),

@@ -30,7 +30,7 @@ from areal.models.common.args import DecoderArgs, share_of
 from areal.models.common.attention import Attend, Attention, AttentionLayer
 from areal.models.common.fp8 import FP8, dequantize
 from areal.models.common.fp8_linear import Fp8Linear, rounded_to_fp8, stored_in_fp8
-from areal.models.common.gated_layers import GatedAttention, GatedDelta
+from areal.models.common.gated_layers import GatedAttention, GatedDelta, Tensors
 from areal.models.common.latent_attention import LatentAttention
 from areal.models.common.moe import Experts, FeedForward, MoE, Router, TokenGate
 from areal.models.common.norm import make_norm
@@ -44,6 +44,9 @@ from areal.models.vision.tower import (
     Sight,
     VisionTower,
 )
+
+# The output of blocks, by their input, the rotation of each, and attend.
+Chain = Callable[[Sequence["DecoderBlock"], torch.Tensor, Sequence[Tensors], Attend], torch.Tensor]
 
 
 def softcap(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
@@ -60,7 +63,7 @@ def float32_logits(hidden_TD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Te
 class DecoderBlock(nn.Module):
     """Norms before attention and feed-forward, and after them by `args.out_norms`.
 
-    The computations before and after `attend` are two functions of tensors only, so that each can
+    The computations before and after `attend` are two functions of tensors only, so that they can
     be compiled (models/parallelize.py) whatever `attend` does.
     """
 
@@ -78,19 +81,21 @@ class DecoderBlock(nn.Module):
     def forward(
         self, x_TD: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
-        q_TNH, k_TKH, v_TKH = self.before(x_TD, cos_TR, sin_TR)
-        layer, window, scale = self.attention.layer, self.attention.window, self.attention.scale
-        out_TNH = attend(layer, q_TNH, k_TKH, v_TKH, window=window, scale=scale)
-        return self.after(x_TD, out_TNH)
+        return self.after(x_TD, *self.mix(attend, *self.before(x_TD, cos_TR, sin_TR)))
 
-    def before(
-        self, x_TD: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The queries, keys and values to attend with."""
+    def before(self, x_TD: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor) -> Tensors:
+        """What `mix` reads: queries, keys and values."""
         return self.attention.heads(self.attention_norm(x_TD), cos_TR, sin_TR)
 
+    def mix(
+        self, attend: Attend, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor
+    ) -> Tensors:
+        """What `after` reads besides the block's input: the output of attention."""
+        layer, window, scale = self.attention.layer, self.attention.window, self.attention.scale
+        return (attend(layer, q_TNH, k_TKH, v_TKH, window=window, scale=scale),)
+
     def after(self, x_TD: torch.Tensor, out_TNH: torch.Tensor) -> torch.Tensor:
-        """The block's output from its input and the output of attention."""
+        """The block's output."""
         out_TD = self.attention.output(out_TNH)
         if self.attention_out_norm is not None:
             out_TD = self.attention_out_norm(out_TD)
@@ -99,6 +104,10 @@ class DecoderBlock(nn.Module):
         if self.ffn_out_norm is not None:
             out_TD = self.ffn_out_norm(out_TD)
         return x_TD + out_TD
+
+
+def _has_hooks(block: nn.Module) -> bool:
+    return bool(block._forward_hooks or block._forward_pre_hooks)
 
 
 def _make_attention(args: DecoderArgs, layer: int) -> AttentionLayer:
@@ -142,6 +151,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.args = args
         self.share: Share | None = None  # set if this is one rank's shard of a model
+        self.chain: Chain | None = None  # runs all blocks, past their `forward`: parallelize.py
         # Copies an unsharded tensor into a weight; parallelize() replaces it with a sharding one.
         self.write: Callable[..., None] = write_whole
         self.adapter = self.adapter_class(args)
@@ -191,11 +201,15 @@ class Decoder(nn.Module):
         rotation = window_rotation = self.rope(positions_T, x_TD.dtype)
         if self.window_rope is not None:
             window_rotation = self.window_rope(positions_T, x_TD.dtype)
-        for layer, block in enumerate(self.blocks):
-            cos_TR, sin_TR = rotation if block.attention.window is None else window_rotation
-            x_TD = block(x_TD, cos_TR, sin_TR, attend)
-            if layer < len(deepstack):
-                x_TD = x_TD.index_add(0, cast(torch.Tensor, sight_rows_I), deepstack[layer])
+        blocks = list(self.blocks)
+        rotations = [rotation if b.attention.window is None else window_rotation for b in blocks]
+        if self.chain is not None and not deepstack and not any(map(_has_hooks, blocks)):
+            x_TD = self.chain(blocks, x_TD, rotations, attend)
+        else:
+            for layer, (block, cos_sin) in enumerate(zip(blocks, rotations, strict=True)):
+                x_TD = block(x_TD, *cos_sin, attend)
+                if layer < len(deepstack):
+                    x_TD = x_TD.index_add(0, cast(torch.Tensor, sight_rows_I), deepstack[layer])
         return x_TD if self.norm is None else self.norm(x_TD)
 
     def look(self, images: Images) -> Sight:

@@ -3,9 +3,14 @@
 Libraries choose a matrix kernel by the number of rows, and kernels sum in different orders. Here
 every linear layer uses one kernel, chosen by its weight alone (invariant_matmul.py); everything
 else in the decoder except attention is row-wise anyway. With `rows_attention` on both sides,
-log-probabilities of the native engine equal those of the trainer exactly.
+log-probabilities of the native engine equal those of the trainer exactly. Experts have no such
+kernel.
 
-CUDA only; gradients are computed by the usual kernels.
+On a CPU the usual products are invariant if rows come in whole tiles (utils/device.py); the trainer
+pads to them, attends row by row as the native engine does, and reads log-probabilities by
+`drawn_logprobs`, as its sampler does. Experts are computed so as well.
+
+Gradients are computed by the usual kernels.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
@@ -23,14 +29,21 @@ if TYPE_CHECKING:
 
 def make_invariant(model: Decoder) -> None:
     """Make every linear layer of `model` batch-invariant. Parameters and their names stay."""
-    if not model.embedding_weight.is_cuda:
-        raise ValueError("batch_invariant: its kernels need a CUDA device, the model is on the CPU")
+    if model.embedding_weight.is_cuda:
+        _use_invariant_linears(model)
+    if model.tower is not None:
+        model.tower.one_by_one = True
+
+
+def _use_invariant_linears(model: Decoder) -> None:
+    if model.args.moe is not None:
+        raise ValueError(
+            "batch_invariant: there is no such kernel for experts; turn it off for this model"
+        )
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
                 setattr(parent, name, InvariantLinear(child))
-    if model.tower is not None:
-        model.tower.one_by_one = True
 
 
 class InvariantLinear(nn.Module):
@@ -60,16 +73,33 @@ class _InvariantLinear(torch.autograd.Function):
 
 
 def invariant_logits(hidden_TD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
-    """`float32_logits` by the batch-invariant kernel."""
+    """`float32_logits` by the batch-invariant kernel; on a CPU, of whole tiles of rows."""
+    if not hidden_TD.is_cuda:
+        return F.linear(hidden_TD, weight_VD)
     from areal.models.common.invariant_matmul import invariant_matmul  # needs Triton
 
     return invariant_matmul(hidden_TD, weight_VD, None, out_dtype=torch.float32)
 
 
-def row_logprobs(logits_TV: torch.Tensor, tokens_T: torch.Tensor) -> torch.Tensor:
-    """log p of one token per row. Softmax uses one block per row, so a row's bits depend on the
-    vocabulary size only; a plain reduction would be split by the number of rows."""
-    return torch.log_softmax(logits_TV, dim=-1).gather(1, tokens_T[:, None]).squeeze(1)
+def row_logprobs(
+    logits_TV: torch.Tensor, tokens_T: torch.Tensor, temperature: float = 1.0
+) -> torch.Tensor:
+    """log p of one token per row. On a GPU softmax uses one block per row, so a row's bits depend
+    on the vocabulary size only; a plain reduction would be split by the number of rows."""
+    if not logits_TV.is_cuda:
+        probs_TV = (logits_TV.double() / temperature).softmax(-1)
+        return drawn_logprobs(probs_TV, probs_TV.cumsum(-1), tokens_T).float()
+    scaled_TV = logits_TV if temperature == 1.0 else logits_TV / temperature
+    return torch.log_softmax(scaled_TV, dim=-1).gather(1, tokens_T[:, None]).squeeze(1)
+
+
+def drawn_logprobs(
+    probs_TV: torch.Tensor, cumulative_TV: torch.Tensor, tokens_T: torch.Tensor
+) -> torch.Tensor:
+    """log p of one token per row of the distribution that was drawn from: its cumulative sum ends
+    near 1, or near what cuts have left of it."""
+    prob_T = probs_TV.gather(1, tokens_T[:, None]).squeeze(1)
+    return (prob_T / cumulative_TV[:, -1]).log()
 
 
 def with_gradients_of(

@@ -39,6 +39,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from areal.models.common.args import DecoderArgs, MoEArgs
+from areal.utils.device import CPU_TILE
 
 if TYPE_CHECKING:
     from areal.models.common.lora_layers import ExpertLora
@@ -49,8 +50,6 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 BALANCE_RATE = 1e-3
 _WEIGHTS: tuple[str, ...] = ("w1", "w2", "w3")  # of experts
-# Whole BLAS tiles: on a CPU a row's bits must not depend on how many rows its expert got.
-_ROW_MULTIPLE = 16
 # The grouped kernel needs rows aligned to 16 bytes.
 _GROUPED_DTYPE, _GROUPED_MULTIPLE = torch.bfloat16, 8
 
@@ -321,4 +320,5 @@ def _grouped_kernel_takes(x_SD: torch.Tensor, w1_EFD: torch.Tensor, ranks: list[
 
 
 def _whole_tiles(x_RD: torch.Tensor) -> torch.Tensor:
-    return F.pad(x_RD, (0, 0, 0, -len(x_RD) % _ROW_MULTIPLE)) if x_RD.device.type == "cpu" else x_RD
+    """On a CPU a row's bits must not depend on how many rows its expert got."""
+    return F.pad(x_RD, (0, 0, 0, -len(x_RD) % CPU_TILE)) if x_RD.device.type == "cpu" else x_RD

@@ -6,6 +6,8 @@ Shape legend: as in tower.py.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -32,7 +34,7 @@ class Gemma3Tower(VisionTower):
         super().__init__(args)
         self.patch_embed = PatchEmbedding(args, bias=True, has_time=False)
         self.pos_embed = PositionTable(args.image_side**2, args.dim)
-        self.blocks = nn.ModuleList(_Block(args) for _ in range(args.n_layers))
+        self.blocks = nn.ModuleList(_block(args) for _ in range(args.n_layers))
         self.norm = nn.LayerNorm(args.dim, args.norm_eps)
         self.soft_norm = ZeroCenteredNorm(args.dim, args.norm_eps)
         self.projection = InputProjection(args.dim, args.out_dim)
@@ -41,7 +43,7 @@ class Gemma3Tower(VisionTower):
         args, device = self.args, images.pixels.device
         places_P2 = patch_places(images.grids, args.merge_size)
         number_P = upload(places_P2[:, 0] * args.image_side + places_P2[:, 1], device)
-        whole = Segments((args.num_patches(grid) for grid in images.grids.tolist()), device)
+        whole = Segments.whole(images, args)
         x_PD = self.patch_embed(images.pixels) + self.pos_embed(number_P)
         for block in self.blocks:
             x_PD = block(x_PD, None, whole)
@@ -50,13 +52,10 @@ class Gemma3Tower(VisionTower):
         return Sight(self.projection(self.soft_norm(x_ID)))
 
 
-class _Block(TowerBlock):
-    def __init__(self, args: VisionArgs) -> None:
-        super().__init__()
-        self.norm1 = nn.LayerNorm(args.dim, args.norm_eps)
-        self.norm2 = nn.LayerNorm(args.dim, args.norm_eps)
-        self.attn = _Attention(args)
-        self.mlp = _FeedForward(args)
+def _block(args: VisionArgs) -> TowerBlock:
+    return TowerBlock(
+        partial(nn.LayerNorm, args.dim, args.norm_eps), _Attention(args), _FeedForward(args)
+    )
 
 
 class _Attention(TowerAttention):

@@ -8,6 +8,8 @@ Shape legend: as in tower.py; M = I merged patches.
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -34,7 +36,7 @@ class Qwen2_5VLTower(VisionTower):
     def __init__(self, args: VisionArgs) -> None:
         super().__init__(args)
         self.patch_embed = PatchEmbedding(args, bias=False)
-        self.blocks = nn.ModuleList(_Block(args) for _ in range(args.n_layers))
+        self.blocks = nn.ModuleList(_block(args) for _ in range(args.n_layers))
         self.merger = _Merger(args)
 
     def see(self, images: Images) -> Sight:
@@ -44,7 +46,7 @@ class Qwen2_5VLTower(VisionTower):
         places_P2 = patch_places(images.grids, args.merge_size)[order_P]
         rotation = patch_rotation(places_P2, args, device)
         windows = Segments(window_lengths, device)
-        whole = Segments((args.num_patches(grid) for grid in images.grids.tolist()), device)
+        whole = Segments.whole(images, args)
         x_PD = self.patch_embed(images.pixels.index_select(0, upload(order_P, device)))
         for layer, block in enumerate(self.blocks):
             x_PD = block(x_PD, rotation, whole if layer in args.full_layers else windows)
@@ -52,13 +54,10 @@ class Qwen2_5VLTower(VisionTower):
         return Sight(self.merger(x_PD).index_select(0, back))
 
 
-class _Block(TowerBlock):
-    def __init__(self, args: VisionArgs) -> None:
-        super().__init__()
-        self.norm1 = nn.RMSNorm(args.dim, _NORM_EPS)
-        self.norm2 = nn.RMSNorm(args.dim, _NORM_EPS)
-        self.attn = FusedAttention(args)
-        self.mlp = _FeedForward(args)
+def _block(args: VisionArgs) -> TowerBlock:
+    return TowerBlock(
+        partial(nn.RMSNorm, args.dim, _NORM_EPS), FusedAttention(args), _FeedForward(args)
+    )
 
 
 class _FeedForward(nn.Module):

@@ -6,6 +6,8 @@ Shape legend: as in tower.py.
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -34,7 +36,7 @@ class Qwen3VLTower(VisionTower):
         super().__init__(args)
         self.patch_embed = PatchEmbedding(args, bias=True)
         self.pos_embed = PositionTable(args.position_side**2, args.dim)
-        self.blocks = nn.ModuleList(_Block(args) for _ in range(args.n_layers))
+        self.blocks = nn.ModuleList(_block(args) for _ in range(args.n_layers))
         self.merger = _Merger(args, joins_first=False)
         self.deepstack_mergers = nn.ModuleList(
             _Merger(args, joins_first=True) for _ in args.deepstack_layers
@@ -44,7 +46,7 @@ class Qwen3VLTower(VisionTower):
         args, device = self.args, images.pixels.device
         places_P2 = patch_places(images.grids, args.merge_size)
         rotation = patch_rotation(places_P2, args, device)
-        whole = Segments((args.num_patches(grid) for grid in images.grids.tolist()), device)
+        whole = Segments.whole(images, args)
         x_PD = self.patch_embed(images.pixels)
         x_PD = x_PD + self._positions(places_P2, images.grids, device).to(x_PD.dtype)
         deepstack = []
@@ -64,13 +66,10 @@ class Qwen3VLTower(VisionTower):
         return (table_P4D * upload(weight_P4, device)[:, :, None]).sum(1)
 
 
-class _Block(TowerBlock):
-    def __init__(self, args: VisionArgs) -> None:
-        super().__init__()
-        self.norm1 = nn.LayerNorm(args.dim, _NORM_EPS)
-        self.norm2 = nn.LayerNorm(args.dim, _NORM_EPS)
-        self.attn = FusedAttention(args)
-        self.mlp = _FeedForward(args)
+def _block(args: VisionArgs) -> TowerBlock:
+    return TowerBlock(
+        partial(nn.LayerNorm, args.dim, _NORM_EPS), FusedAttention(args), _FeedForward(args)
+    )
 
 
 class _FeedForward(nn.Module):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -141,16 +141,18 @@ class InputProjection(nn.Module):
 
 
 class TowerBlock(nn.Module):
-    """Norm, attention, norm, feed-forward. Families set the four modules.
+    """Norm, attention, norm, feed-forward.
 
     The computations before and after attention are two functions of tensors only, so that each can
     be compiled (models/parallelize.py).
     """
 
-    norm1: nn.Module
-    norm2: nn.Module
-    attn: TowerAttention
-    mlp: nn.Module
+    def __init__(
+        self, new_norm: Callable[[], nn.Module], attn: TowerAttention, mlp: nn.Module
+    ) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = new_norm(), new_norm()
+        self.attn, self.mlp = attn, mlp
 
     def forward(
         self, x_PD: torch.Tensor, rotation: Rotation | None, segments: Segments
@@ -209,6 +211,12 @@ class Segments:
         self._lengths = np.fromiter(lengths, np.int64)
         self._sizes = np.unique(self._lengths)
         self._device = device
+
+    @classmethod
+    def whole(cls, images: Images, args: VisionArgs) -> Segments:
+        """Each image is one."""
+        counts = map(args.num_patches, images.grids.tolist())
+        return cls(counts, images.pixels.device)
 
     def attend(self, q_PAH: torch.Tensor, k_PAH: torch.Tensor, v_PAH: torch.Tensor) -> torch.Tensor:
         if len(self._sizes) == 1:

@@ -41,17 +41,17 @@ FORCED = {
     "/v1/chat/completions": {
         "tools": [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}],
         "tool_choice": "required",
-        "max_tokens": 400,
+        "max_tokens": 120,
     },
     "/v1/responses": {
         "tools": [{"type": "function", "name": "f", "parameters": SCHEMA}],
         "tool_choice": "required",
-        "max_output_tokens": 400,
+        "max_output_tokens": 120,
     },
     "/v1/messages": {
         "tools": [{"name": "f", "input_schema": SCHEMA}],
         "tool_choice": {"type": "any"},
-        "max_tokens": 400,
+        "max_tokens": 120,
     },
 }
 paths = pytest.mark.parametrize("path", CHAT_APIS)

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from tiny import tiny_model
 
-from areal.engine.native.torch_runner import KVCache, PagedAttention, bucket_of
+from areal.engine.native.torch_runner import KVCache, PagedAttention, bucket_of, new_cache
 
 
 def make_cache(num_pages: int, page_size: int) -> KVCache:
-    return KVCache(tiny_model(), num_pages=num_pages, page_size=page_size)
+    return new_cache(tiny_model(), num_pages=num_pages, page_size=page_size)
 
 
 def test_buckets_round_up_by_at_most_a_quarter():

@@ -112,6 +112,7 @@ def serves(server):
     assert "Traceback" not in server.log.read_text()
 
 
+@pytest.mark.slow
 def test_no_route_falls_over(server):
     description = schemathesis.openapi.from_url(f"{server.url}/openapi.json", headers=bearer(TOKEN))
 
@@ -249,6 +250,7 @@ def test_a_publication_that_is_no_files(server, tmp_path):
     serves(server)
 
 
+@pytest.mark.slow
 def test_strangers_starve_nobody(server):
     """Idle connections and slow writers, hundreds of them: who has the token is served at once, and
     they are closed."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import multiprocessing
 import os
 import re
 import signal
@@ -18,6 +17,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from fork_server import FORKS
 from tiny import tiny_config, tiny_model, write_tiny_model
 
 from areal.api.alloc_mode import ModelAllocation
@@ -152,11 +152,10 @@ def biased(family, seed, overrides):
 @pytest.fixture(scope="module")
 def pair(folders, tmp_path_factory):
     """What rank 0 played with each model, and what became of a rank that went astray."""
-    spawn = multiprocessing.get_context("spawn")
-    results = spawn.SimpleQueue()
+    results = FORKS.SimpleQueue()
     store = str(tmp_path_factory.mktemp("store") / "file")
     ranks = [
-        spawn.Process(target=run_rank, args=(rank, store, folders, results), daemon=True)
+        FORKS.Process(target=run_rank, args=(rank, store, folders, results), daemon=True)
         for rank in range(2)
     ]
     for process in ranks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -186,15 +187,16 @@ def ranks_body(jobs: list[tuple[str, str]], scratch: str) -> None:
             torch.save(found, f"{scratch}/{number}.pt")
 
 
-def test_two_ranks_train_as_one_and_shard_and_save_the_tower(
-    folder, other_folder, hybrid_folder, square_folder, tmp_path
-):
-    jobs = [
-        (folder, "archon:d2"),
-        (other_folder, "archon:c2"),
-        (hybrid_folder, "archon:d2e2"),
-        (square_folder, "archon:c2"),
-    ]
+def test_two_ranks_train_as_one_and_shard_and_save_the_tower(folder, square_folder, tmp_path):
+    check_ranks([(folder, "archon:d2"), (square_folder, "archon:c2")], tmp_path)
+
+
+@pytest.mark.slow
+def test_so_do_two_ranks_of_other_families(other_folder, hybrid_folder, tmp_path):
+    check_ranks([(other_folder, "archon:c2"), (hybrid_folder, "archon:d2e2")], tmp_path)
+
+
+def check_ranks(jobs: list[tuple[str, str]], tmp_path: Path) -> None:
     run_ranks(2, "engine.train.test_archon_vision:ranks_body", jobs, str(tmp_path), timeout_s=900)
     for number, (own, backend) in enumerate(jobs):
         expected, got = work(open_engine(own, "archon:d1")), torch.load(tmp_path / f"{number}.pt")

@@ -213,6 +213,7 @@ def test_models_of_transformers(folder, name: str):
 SPREAD = ("archon:t2", "archon:c2", "fsdp:t2", "fsdp:c2")
 
 
+@pytest.mark.slow
 def test_two_ranks_share_a_tree(folder, tmp_path):
     """Neither its tokens nor the rows of its head divide evenly."""
     outs = [(backend, str(tmp_path / f"{backend}.pt")) for backend in SPREAD]

@@ -32,10 +32,9 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra import cuda
 
 from areal.engine.native.cuda.block_kernels import gate
-from areal.engine.native.cuda.device import OVERLAP
+from areal.engine.native.cuda.device import OVERLAP, await_previous, overlapping
 from areal.engine.native.cuda.routing import Blocks, group_by_expert
 
 MIN_RANK = 16  # of the tensor cores
@@ -152,10 +151,9 @@ def shrink(x_TD: torch.Tensor, stack: AdapterStack, blocks: Blocks, plan: Plan) 
         BLOCK_M=block_m,
         PIECE=piece,
         BLOCK=_BLOCK,
-        OVERLAP=OVERLAP,
         num_warps=4,
         num_stages=4 if rank * x_TD.element_size() <= 128 else 2,  # what shared memory holds
-        launch_pdl=OVERLAP,
+        **overlapping(OVERLAP),
     )  # fmt: skip
     return low_STPR
 
@@ -178,9 +176,8 @@ def expand(
         BLOCK_M=block_m,
         OUTPUTS=_OUTPUTS,
         ALIGNED=math.gcd(16, *stack.starts),
-        OVERLAP=OVERLAP,
         num_warps=4,
-        launch_pdl=OVERLAP,
+        **overlapping(OVERLAP),
     )  # fmt: skip
 
 
@@ -205,9 +202,8 @@ def expand_gate(
         BLOCK_M=block_m,
         OUTPUTS=plan.outputs,
         ACTIVATION=activation,
-        OVERLAP=OVERLAP,
         num_warps=4,
-        launch_pdl=OVERLAP,
+        **overlapping(OVERLAP),
     )  # fmt: skip
     return out_TF
 
@@ -234,9 +230,7 @@ def _shrink_kernel(
         x = tl.load(x_tile_ptr + start, is_row & inside, 0.0)
         a = tl.load(a_tile_ptr + start, inside, 0.0)
         sums = tl.dot(x, tl.trans(a), sums, input_precision="ieee")
-    if OVERLAP:
-        cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
+    await_previous(OVERLAP)
     place = (piece * T + row.to(tl.int64)) * PARTS + part
     tl.store(low_ptr + place[:, None] * RANK + rank[None, :], sums, is_row)
 
@@ -261,9 +255,7 @@ def _expand_kernel(
     b = _load_b(b_ptr, adapter, output, is_output, N, RANK)
     place = out_ptr + row[:, None] * N + output[None, :]
     out = tl.load(place, is_row & is_output[None, :], 0.0)
-    if OVERLAP:
-        cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
+    await_previous(OVERLAP)
     if (adapter >= 0) & (scale != 0.0):
         low = _load_low(low_ptr, row, is_row, part, T, PIECES, PARTS, RANK, BLOCK_M)
         y = tl.dot(low.to(dtype), tl.trans(b), input_precision="ieee") * scale
@@ -290,9 +282,7 @@ def _expand_gate_kernel(
     written = is_row & is_output[None, :]
     gate_up_ptr += row[:, None] * 2 * F + output[None, :]
     x, up = tl.load(gate_up_ptr, written, 0.0), tl.load(gate_up_ptr + F, written, 0.0)
-    if OVERLAP:
-        cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
+    await_previous(OVERLAP)
     if adapter >= 0:
         x_new = _added(x, low_ptr, row, is_row, 0, T, gate_b, gate_scale, PIECES, RANK, BLOCK_M)
         up_new = _added(up, low_ptr, row, is_row, 1, T, up_b, up_scale, PIECES, RANK, BLOCK_M)

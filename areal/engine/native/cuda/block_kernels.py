@@ -17,9 +17,8 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra import cuda
 
-from areal.engine.native.cuda.device import OVERLAP
+from areal.engine.native.cuda.device import OVERLAP, await_previous, overlapping
 from areal.engine.native.cuda.fp8_tensors import CacheScales, Fp8Rows
 from areal.models.common.fp8 import GROUP
 from areal.models.common.fp8_kernels import power_of_two_scale
@@ -74,9 +73,8 @@ def _norm(x, x_norm, residual_TD, norm, out_TD) -> None:
         OFFSET=norm.offset,
         X_NORM=x_norm is not None,
         ADD=residual_TD is not None,
-        OVERLAP=OVERLAP,
         num_warps=min(max(block // 512, 1), 16),  # 16 elements per thread
-        launch_pdl=OVERLAP,
+        **overlapping(OVERLAP),
     )  # fmt: skip
 
 
@@ -92,27 +90,25 @@ def _rms_norm_kernel(
     weight = load_norm(weight_ptr + column, inside, OFFSET)
     if X_NORM:
         x_weight = load_norm(x_weight_ptr + column, inside, OFFSET)
-    if OVERLAP:
-        cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
+    await_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     place = row * D + column
     x_ptr += row * CHOICES * D + column
     x = tl.zeros([BLOCK], tl.float32)
     for choice in tl.static_range(CHOICES):
         x += tl.load(x_ptr + choice * D, inside, 0.0).to(tl.float32)
-    x = _rounded(x, x_ptr.dtype.element_ty)
+    x = rounded(x, x_ptr.dtype.element_ty)
     if X_NORM:
         x = x * tl.rsqrt(tl.sum(x * x) / D + eps) * x_weight
-        x = _rounded(x, x_ptr.dtype.element_ty)
+        x = rounded(x, x_ptr.dtype.element_ty)
     if ADD:
         x += tl.load(residual_ptr + place, inside, 0.0).to(tl.float32)
-        rounded = x.to(residual_ptr.dtype.element_ty)
-        tl.store(residual_ptr + place, rounded, inside)
-        x = rounded.to(tl.float32)
+        total = x.to(residual_ptr.dtype.element_ty)
+        tl.store(residual_ptr + place, total, inside)
+        x = total.to(tl.float32)
     x = x * tl.rsqrt(tl.sum(x * x) / D + eps) * weight
     if scale_ptr is not None:
-        x = _rounded(x, x_ptr.dtype.element_ty)
+        x = rounded(x, x_ptr.dtype.element_ty)
         x, scale = _quantized(x, BLOCK // GROUP, GROUP)
         group = tl.arange(0, BLOCK // GROUP)
         tl.store(scale_ptr + group * scale_stride + row, scale, group * GROUP < D)
@@ -125,6 +121,12 @@ def _quantized(x, GROUPS: tl.constexpr, GROUP: tl.constexpr):
     x = tl.reshape(x, [GROUPS, GROUP])
     scale = power_of_two_scale(tl.max(tl.abs(x), axis=1))
     return tl.reshape(x / scale[:, None], [GROUPS * GROUP]), scale
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """x as `dtype` holds it, float32."""
+    return x.to(dtype).to(tl.float32)
 
 
 @triton.jit
@@ -152,7 +154,7 @@ def activate(x, NAME: tl.constexpr):
 @triton.jit
 def gate(x, up, dtype: tl.constexpr, NAME: tl.constexpr):
     """activation(x) * up in float32, rounded where the separate layers round."""
-    return _rounded(activate(_rounded(x, dtype), NAME), dtype) * _rounded(up, dtype)
+    return rounded(activate(rounded(x, dtype), NAME), dtype) * rounded(up, dtype)
 
 
 def gate_mul(gate_up_T2F: torch.Tensor, activation: str, out_TF: torch.Tensor) -> None:
@@ -175,9 +177,8 @@ def _gate_mul(gate_up_T2F, activation, out_TF, scale_TG) -> None:
         ACTIVATION=activation,
         BLOCK=_GATE_BLOCK,
         GROUP=GROUP,
-        OVERLAP=OVERLAP,
         num_warps=4,
-        launch_pdl=OVERLAP,
+        **overlapping(OVERLAP),
     )  # fmt: skip
 
 
@@ -186,9 +187,7 @@ def _gate_mul_kernel(
     gate_up_ptr, out_ptr, scale_ptr, F, scale_stride,
     ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAP:
-        cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
+    await_previous(OVERLAP)
     dtype: tl.constexpr = gate_up_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -197,7 +196,7 @@ def _gate_mul_kernel(
     up = tl.load(gate_up_ptr + row * 2 * F + F + column, inside, 0.0).to(tl.float32)
     y = gate(x, up, dtype, ACTIVATION)
     if scale_ptr is not None:
-        y, scale = _quantized(_rounded(y, dtype), BLOCK // GROUP, GROUP)
+        y, scale = _quantized(rounded(y, dtype), BLOCK // GROUP, GROUP)
         group = tl.program_id(1) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
         tl.store(scale_ptr + group * scale_stride + row, scale, group * GROUP < F)
     tl.store(out_ptr + row * F + column, y.to(out_ptr.dtype.element_ty), inside)
@@ -211,9 +210,8 @@ def quantized(x_TD: torch.Tensor) -> Fp8Rows:
         x_TD, out.q_MD, out.scale_MG, dim, out.scale_MG.stride(1),
         BLOCK=_GATE_BLOCK,
         GROUP=GROUP,
-        OVERLAP=OVERLAP,
         num_warps=4,
-        launch_pdl=OVERLAP,
+        **overlapping(OVERLAP),
     )  # fmt: skip
     return out
 
@@ -223,9 +221,7 @@ def _quantize_kernel(
     x_ptr, out_ptr, scale_ptr, D, scale_stride,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAP:
-        cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
+    await_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * D + column, column < D, 0.0).to(tl.float32)
@@ -287,9 +283,8 @@ def rope_and_cache(
         BLOCK=block,
         NORM=q_norm is not None,
         OFFSET=q_norm.offset if q_norm else 0.0,
-        OVERLAP=OVERLAP,
         num_warps=max(2, _HEADS_PER_PROGRAM * block // 256),  # at most 8 pairs per thread
-        launch_pdl=OVERLAP,
+        **overlapping(OVERLAP),
     )  # fmt: skip
 
 
@@ -301,9 +296,7 @@ def _rope_kernel(
     HEADS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAP:
-        cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
+    await_previous(OVERLAP)
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     pair = tl.arange(0, BLOCK)
@@ -324,15 +317,15 @@ def _rope_kernel(
         k_first, k_second = _halves(k_norm_ptr, pair, R, OFFSET)
         norm_first = tl.where(is_q[:, None], q_first[None, :], k_first[None, :])
         norm_second = tl.where(is_q[:, None], q_second[None, :], k_second[None, :])
-        first = _rounded(first * scale * norm_first, dtype)
-        second = _rounded(second * scale * norm_second, dtype)
+        first = rounded(first * scale * norm_first, dtype)
+        second = rounded(second * scale * norm_second, dtype)
 
     # One copy per head, in its own threads: sharing a copy would need barriers.
     angle = row * R + pair[None, :] + tl.zeros([HEADS, 1], tl.int32)
     cos = tl.load(cos_ptr + angle, loaded, 0.0).to(tl.float32)
     sin = tl.load(sin_ptr + angle, loaded, 0.0).to(tl.float32)
-    turned_first = _rounded(first * cos, dtype) - _rounded(second * sin, dtype)
-    turned_second = _rounded(second * cos, dtype) + _rounded(first * sin, dtype)
+    turned_first = rounded(first * cos, dtype) - rounded(second * sin, dtype)
+    turned_second = rounded(second * cos, dtype) + rounded(first * sin, dtype)
 
     to_q = q_ptr + (row * N + head[:, None]) * 2 * R + pair[None, :]
     q_mask = is_q[:, None] & in_pair[None, :]
@@ -342,7 +335,7 @@ def _rope_kernel(
     write = tl.load(write_ptr + row).to(tl.int64)
     kv_head = tl.where(head < N + K, head - N, head - N - K)[:, None]
     position = (write // PAGE * K + kv_head) * PAGE + write % PAGE
-    turned_first, turned_second = _rounded(turned_first, dtype), _rounded(turned_second, dtype)
+    turned_first, turned_second = rounded(turned_first, dtype), rounded(turned_second, dtype)
     if key_scales_ptr is not None:
         k_scale = _head_scale(turned_first, turned_second)
         v_scale = _head_scale(v_first, v_second)
@@ -365,11 +358,6 @@ def _head_scale(first, second):
     """[heads, 1]"""
     largest = tl.maximum(tl.max(tl.abs(first), axis=1), tl.max(tl.abs(second), axis=1))
     return power_of_two_scale(largest)[:, None]
-
-
-@triton.jit
-def _rounded(x, dtype: tl.constexpr):
-    return x.to(dtype).to(tl.float32)
 
 
 @triton.jit

@@ -29,10 +29,9 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra import cuda
 
 from areal.engine.native.cuda.attention_tiles import attend_tiles, padded, scale_log2e
-from areal.engine.native.cuda.device import OVERLAP, Device, device_of
+from areal.engine.native.cuda.device import OVERLAP, Device, await_previous, device_of, overlapping
 from areal.engine.native.cuda.fp8_tensors import CacheScales
 from areal.engine.native.cuda.prompt_attention import fold_prompt, prompt_span
 from areal.engine.native.cuda.shared_prompts import PROMPT_TILE, SharedPrompts
@@ -145,22 +144,9 @@ def decode_attention(
     assert shared is None or window is None, "rows with a window read their prompts alone"
     tiles = tiles or tiles_for(num_splits, q_RNH.shape[2], keys.dtype, device_of(q_RNH.device))
     _launch(
-        q_RNH,
-        keys,
-        values,
-        page_table_SP,
-        slot_R,
-        num_tokens_S,
-        0,
-        out_RNH,
-        partial,
-        num_splits,
-        shared,
-        tiles,
-        window,
-        scale,
-        scales,
-    )
+        q_RNH, keys, values, page_table_SP, slot_R, num_tokens_S, 0, out_RNH, partial, num_splits,
+        shared, tiles, window, scale, scales,
+    )  # fmt: skip
 
 
 def rows_attention(
@@ -218,32 +204,13 @@ def _launch(
     if num_splits == 1:
         partial = None
     _decode_kernel[(num_kv_heads, num_rows, num_splits)](
-        q_RNH,
-        keys,
-        values,
-        scales and scales.keys,
-        scales and scales.values,
-        page_table_SP,
-        slot_R,
-        lengths,
-        length_by_row,
-        ahead,
-        out_RNH,
-        partial and partial.result,
-        partial and partial.log_weight,
-        partial and partial.arrived,
-        shared and shared.shared_R,
-        shared and shared.counts,
-        shared and shared.space.acc,
-        shared and shared.space.score_max,
-        shared and shared.space.weight_sum,
-        q_RNH.stride(0),
-        out_RNH.stride(0),
-        page_table_SP.stride(0),
-        keys.stride(0),
-        scale_log2e(scale, head_dim),
-        tiles.min_split,
-        window or 0,
+        q_RNH, keys, values, scales and scales.keys, scales and scales.values, page_table_SP,
+        slot_R, lengths, length_by_row, ahead, out_RNH,
+        partial and partial.result, partial and partial.log_weight, partial and partial.arrived,
+        shared and shared.shared_R, shared and shared.counts, shared and shared.space.acc,
+        shared and shared.space.score_max, shared and shared.space.weight_sum,
+        q_RNH.stride(0), out_RNH.stride(0), page_table_SP.stride(0), keys.stride(0),
+        scale_log2e(scale, head_dim), tiles.min_split, window or 0,
         GROUP=num_heads // num_kv_heads,
         HEADS=heads,
         CHUNK=min(num_splits, max(1, _FOLDED // (heads * padded(head_dim)))),
@@ -257,11 +224,10 @@ def _launch(
         PROMPT_TILE=PROMPT_TILE,
         SHARED=shared is not None,
         WINDOWED=window is not None,
-        OVERLAP=OVERLAP,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
-        launch_pdl=OVERLAP,
-    )
+        **overlapping(OVERLAP),
+    )  # fmt: skip
 
 
 # Not specialized, so that decode rows and prefill rows run one binary, for equal bits.
@@ -297,9 +263,7 @@ def _decode_kernel(
     if SHARED:
         shared = tl.load(shared_tokens + row)
         begin = shared
-    if OVERLAP:
-        cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
+    await_previous(OVERLAP)
     used = 1
     if NUM_SPLITS > 1:
         own = length - begin

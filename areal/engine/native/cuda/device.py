@@ -3,14 +3,14 @@
 A plan (block shapes, warps, stages, splits) is a pure function of the shapes, the dtype and a
 `Device`: every process of a run that has the same device launches the same kernels, and so computes
 the same bits. Nothing is timed at run time. The rules beside the kernels fill the multiprocessors;
-`benchmark/small_kernels.py` and `benchmark/kernels.py` time them against other plans.
+`benchmark/small_kernels.py` and `benchmark/attention_kernels.py` time them against other plans.
 
-With `OVERLAP` a kernel is launched with `launch_pdl=True` and may start while the previous one
-still runs (programmatic dependent launch, Hopper and later). Every such kernel calls `gdc_wait`
-before it accesses anything but weights and what no kernel of a forward writes (slots, lengths), and
-only then `gdc_launch_dependents`: so the kernel before the previous one has always ended, and any
-kernel but the previous one may write these. A forward starts with ordinary launches (embedding), so
-a weight update, or the step before, always ends first.
+With `OVERLAP` a kernel may start while the previous one still runs (programmatic dependent launch,
+Hopper and later). Every such kernel is launched with `overlapping(OVERLAP)` and calls
+`await_previous` before it accesses anything but weights and what no kernel of a forward writes
+(slots, lengths). The next kernel may start only after that: so the kernel before the previous one
+has always ended, and any kernel but the previous one may write these. A forward starts with
+ordinary launches (embedding), so a weight update, or the step before, always ends first.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ import functools
 from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
+from triton.language.extra import cuda
 
 OVERLAP = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 _RESERVED_BYTES = 1024  # of shared memory, per program
@@ -60,3 +63,16 @@ def device_of(device: torch.device) -> Device:
         shared_bytes=properties.shared_memory_per_multiprocessor,
         max_warps=properties.max_threads_per_multi_processor // properties.warp_size,
     )
+
+
+def overlapping(overlap: bool) -> dict[str, bool]:
+    """Launch options of a kernel that calls `await_previous`."""
+    return {"OVERLAP": overlap, "launch_pdl": overlap}
+
+
+@triton.jit
+def await_previous(OVERLAP: tl.constexpr):
+    """Wait until the previous kernel has ended, then let the next one start."""
+    if OVERLAP:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()

@@ -28,10 +28,9 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra import cuda
 
 from areal.engine.native.cuda.block_kernels import gate
-from areal.engine.native.cuda.device import OVERLAP, Device
+from areal.engine.native.cuda.device import OVERLAP, Device, await_previous, overlapping
 from areal.engine.native.cuda.routing import Blocks
 
 _MIN_BLOCK_M, _MAX_BLOCK_M = 16, 128
@@ -113,10 +112,9 @@ def _launch(
         GATED=gated,
         ACTIVATION=activation,
         WHOLE=dim % plan.block == 0,
-        OVERLAP=plan.overlap,
         num_warps=plan.warps,
         num_stages=plan.stages,
-        launch_pdl=plan.overlap,
+        **overlapping(plan.overlap),
     )  # fmt: skip
 
 
@@ -128,9 +126,7 @@ def _expert_kernel(
 ):  # fmt: skip
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     tile, block = tl.program_id(0), tl.program_id(1)
-    if OVERLAP:
-        cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
+    await_previous(OVERLAP)
     expert = tl.load(block_expert_ptr + block)
     if expert >= 0:
         pair = tl.load(pair_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M))

@@ -22,10 +22,9 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra import cuda
 
 from areal.engine.native.cuda.block_kernels import gate
-from areal.engine.native.cuda.device import OVERLAP
+from areal.engine.native.cuda.device import OVERLAP, await_previous, overlapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +66,8 @@ def vector_gate_up(
         TOP_K=experts_TK.shape[1],
         OUTPUTS=plan.outputs,
         BLOCK=plan.block,
-        OVERLAP=plan.overlap,
         num_warps=plan.warps,
-        launch_pdl=plan.overlap,
+        **overlapping(plan.overlap),
     )  # fmt: skip
 
 
@@ -92,9 +90,8 @@ def vector_down(
         BLOCK_K=triton.next_power_of_2(top_k),
         OUTPUTS=plan.outputs,
         BLOCK=plan.block,
-        OVERLAP=plan.overlap,
         num_warps=plan.warps,
-        launch_pdl=plan.overlap,
+        **overlapping(plan.overlap),
     )  # fmt: skip
 
 
@@ -109,9 +106,7 @@ def _gate_up_kernel(
     pair = tl.program_id(1)
     token = pair // TOP_K
     column = tl.arange(0, BLOCK)
-    if OVERLAP:
-        cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
+    await_previous(OVERLAP)
     expert = tl.load(experts_ptr + token * experts_stride + pair % TOP_K).to(tl.int64)
     # Past the end, the last row repeats: its product is not written.
     place = (expert * F + tl.minimum(output, F - 1))[:, None] * D + column[None, :]
@@ -148,9 +143,7 @@ def _down_kernel(
     real = is_choice[:, None] & (column < F)[None, :]
     tile_ptr = w2_ptr + weight_row[:, :, None] * F + column[None, None, :]
     w2 = tl.load(tile_ptr, real[:, None, :], 0.0, eviction_policy="evict_first")
-    if OVERLAP:
-        cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
+    await_previous(OVERLAP)
     hidden_place = (token * TOP_K + choice)[:, None] * F + column[None, :]
     hidden = tl.load(hidden_ptr + hidden_place, real, 0.0).to(tl.float32)
     share = tl.load(weights_ptr + token * TOP_K + choice, is_choice, 0.0).to(dtype)

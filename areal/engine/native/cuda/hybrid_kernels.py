@@ -27,10 +27,9 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra import cuda
 
-from areal.engine.native.cuda.block_kernels import Norm, load_norm
-from areal.engine.native.cuda.device import OVERLAP
+from areal.engine.native.cuda.block_kernels import Norm, load_norm, rounded
+from areal.engine.native.cuda.device import OVERLAP, await_previous, overlapping
 from areal.models.common.args import DeltaArgs
 from areal.models.common.delta_rule import NORM_EPS
 
@@ -77,9 +76,8 @@ def gated_rope(
         HEADS=_HEADS_PER_PROGRAM,
         BLOCK=block,
         OFFSET=q_norm.offset,
-        OVERLAP=OVERLAP,
         num_warps=4,
-        launch_pdl=OVERLAP,
+        **overlapping(OVERLAP),
     )  # fmt: skip
 
 
@@ -89,9 +87,7 @@ def _gated_rope_kernel(
     N: tl.constexpr, K: tl.constexpr, PAGE: tl.constexpr, H: tl.constexpr, R: tl.constexpr,
     HEADS: tl.constexpr, BLOCK: tl.constexpr, OFFSET: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAP:
-        cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
+    await_previous(OVERLAP)
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -112,8 +108,8 @@ def _gated_rope_kernel(
     is_turned = inside & (dim < 2 * R)[None, :]
     cos = tl.load(cos_ptr + angle, is_turned, 1.0).to(tl.float32)
     sin = tl.load(sin_ptr + angle, is_turned, 0.0).to(tl.float32)
-    side = _rounded(partner * sin, dtype)
-    turned = _rounded(normed * cos, dtype) + tl.where((dim < R)[None, :], -side, side)
+    side = rounded(partner * sin, dtype)
+    turned = rounded(normed * cos, dtype) + tl.where((dim < R)[None, :], -side, side)
     to_q = q_ptr + (row * N + head[:, None]) * H + dim[None, :]
     tl.store(to_q, turned.to(dtype), inside & is_q[:, None])
     write = tl.load(write_ptr + row).to(tl.int64)
@@ -130,12 +126,7 @@ def _normed(
 ):  # fmt: skip
     of_q = load_norm(q_norm_ptr + dim, dim < H, OFFSET)
     of_k = load_norm(k_norm_ptr + dim, dim < H, OFFSET)
-    return _rounded(x * tl.where(is_q[:, None], of_q[None, :], of_k[None, :]), dtype)
-
-
-@triton.jit
-def _rounded(x, dtype: tl.constexpr):
-    return x.to(dtype).to(tl.float32)
+    return rounded(x * tl.where(is_q[:, None], of_q[None, :], of_k[None, :]), dtype)
 
 
 def convolve_step(
@@ -165,9 +156,8 @@ def convolve_step(
             BLOCK=triton.next_power_of_2(dim),
             W=sizes.conv_size,
             PAGE=slots.page_size,
-            OVERLAP=OVERLAP,
             num_warps=1,
-            launch_pdl=OVERLAP,
+            **overlapping(OVERLAP),
         )  # fmt: skip
     return mixed_RX
 
@@ -179,9 +169,7 @@ def _convolve_kernel(
     DIM: tl.constexpr, BLOCK: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAP:
-        cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
+    await_previous(OVERLAP)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slot_ptr + row)
@@ -240,9 +228,8 @@ def recur_step(
         BK=triton.next_power_of_2(sizes.key_dim),
         BV=triton.next_power_of_2(sizes.value_dim),
         PAGE=slots.page_size,
-        OVERLAP=OVERLAP,
         num_warps=8,
-        launch_pdl=OVERLAP,
+        **overlapping(OVERLAP),
     )  # fmt: skip
     return out_RX
 
@@ -254,9 +241,7 @@ def _recur_kernel(
     N: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, PAGE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAP:
-        cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
+    await_previous(OVERLAP)
     dtype: tl.constexpr = mixed_ptr.dtype.element_ty
     row, n = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slot_ptr + row)
@@ -273,7 +258,7 @@ def _recur_kernel(
     v = tl.load(mixed_ptr + 2 * H * K + n * V + value, value < V, 0.0).to(tl.float32)
     projected_ptr += row * Y + X
     beta = tl.load(projected_ptr + N * V + n).to(tl.float32)
-    beta = _rounded(1.0 / (1.0 + tl.exp(-beta)), dtype)
+    beta = rounded(1.0 / (1.0 + tl.exp(-beta)), dtype)
     time = tl.load(projected_ptr + N * V + N + n).to(tl.float32)
     time += tl.load(decay_bias_ptr + n).to(tl.float32)
     time = tl.where(time > 20.0, time, tl.log(1.0 + tl.exp(tl.minimum(time, 20.0))))
@@ -282,7 +267,7 @@ def _recur_kernel(
     S *= tl.exp(decay)
     u = (v - tl.sum(S * k[:, None], axis=0)) * beta
     S += k[:, None] * u[None, :]
-    out = _rounded(tl.sum(S * q[:, None], axis=0), dtype)
+    out = rounded(tl.sum(S * q[:, None], axis=0), dtype)
     tl.store(matrices_ptr + state * N * K * V + place, S, inside)
     if tl.load(num_tokens_ptr + slot) % PAGE == 0:
         mark = tl.load(mark_ptr + slot).to(tl.int64)
@@ -295,8 +280,8 @@ def _recur_kernel(
 @triton.jit
 def _gated_norm(out, gate, norm_ptr, value, eps, V: tl.constexpr, dtype: tl.constexpr):
     weight = tl.load(norm_ptr + value, value < V, 0.0).to(tl.float32)
-    normed = _rounded(out * tl.rsqrt(tl.sum(out * out) / V + eps), dtype)
-    return _rounded(weight * normed, dtype) * gate / (1.0 + tl.exp(-gate))
+    normed = rounded(out * tl.rsqrt(tl.sum(out * out) / V + eps), dtype)
+    return rounded(weight * normed, dtype) * gate / (1.0 + tl.exp(-gate))
 
 
 def gated_norm(out_TNV: torch.Tensor, gate_TX: torch.Tensor, norm: Norm) -> torch.Tensor:
@@ -335,9 +320,8 @@ def add_shared(
         x_TD, gate_1D, shared_TD, out_TCD, dim,
         CHOICES=num_choices,
         BLOCK=block,
-        OVERLAP=OVERLAP,
         num_warps=min(max(block // 512, 1), 16),
-        launch_pdl=OVERLAP,
+        **overlapping(OVERLAP),
     )  # fmt: skip
 
 
@@ -350,14 +334,12 @@ def _add_shared_kernel(
     column = tl.arange(0, BLOCK)
     inside = column < D
     weight = tl.load(gate_ptr + column, inside, 0.0).to(tl.float32)
-    if OVERLAP:
-        cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
+    await_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     x = tl.load(x_ptr + row * D + column, inside, 0.0).to(tl.float32)
-    share = tl.sigmoid(tl.sum(x * weight)).to(dtype).to(tl.float32)
+    share = rounded(tl.sigmoid(tl.sum(x * weight)), dtype)
     shared = tl.load(shared_ptr + row * D + column, inside, 0.0).to(tl.float32)
-    shared = (shared * share).to(dtype).to(tl.float32)
+    shared = rounded(shared * share, dtype)
     place = row * CHOICES * D + column
     out = tl.load(out_ptr + place, inside, 0.0).to(tl.float32)
     tl.store(out_ptr + place, (out + shared).to(dtype), inside)

@@ -8,7 +8,7 @@ of keys serves G heads. Keys come 64 at a time: scores and sums stay in register
 window a tile starts at the first key that its first row sees.
 
 FlashInfer is optional: it is tried once, when the engine starts. Its first start on a machine
-compiles its kernel, which takes minutes. Measured on an H200 (benchmark/kernels.py), a prefill of
+compiles its kernel, which takes minutes. On an H200 (benchmark/attention_kernels.py) a prefill of
 32 prompts of 2048 tokens takes 1.0 ms per layer instead of 1.2, one of 32768 tokens 6.2 instead of
 7.9. Decoding uses our kernel, which overlaps with its neighbours: with FlashInfer's, steps of 1 and
 of 64 rows were 2 to 18 % longer. It serves the layers without a window: those with one read few

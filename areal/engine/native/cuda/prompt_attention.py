@@ -17,10 +17,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra import cuda
 
 from areal.engine.native.cuda.attention_tiles import attend_tiles, padded, scale_log2e
-from areal.engine.native.cuda.device import OVERLAP, device_of
+from areal.engine.native.cuda.device import OVERLAP, await_previous, device_of, overlapping
 from areal.engine.native.cuda.fp8_tensors import CacheScales
 from areal.engine.native.cuda.shared_prompts import PROMPT_TILE, SharedPrompts
 
@@ -47,35 +46,20 @@ def prompt_attention(
     stages = device_of(q_RNH.device).stages(heads.pairs * row_bytes, 2 * PROMPT_TILE * row_bytes, 3)
     num_items = max(shared.space.most_items, len(shared.bundle_B2))
     _prompt_kernel[(heads.num_kv_heads, num_items)](
-        q_RNH,
-        keys,
-        values,
-        scales and scales.keys,
-        scales and scales.values,
-        page_table_SP,
-        slot_R,
-        shared.shared_R,
-        shared.member_R,
-        shared.bundle_B2,
-        shared.counts,
-        shared.space.acc,
-        shared.space.score_max,
-        shared.space.weight_sum,
-        q_RNH.stride(0),
-        page_table_SP.stride(0),
-        keys.stride(0),
-        scale_log2e(scale, heads.head_dim),
+        q_RNH, keys, values, scales and scales.keys, scales and scales.values, page_table_SP,
+        slot_R, shared.shared_R, shared.member_R, shared.bundle_B2, shared.counts,
+        shared.space.acc, shared.space.score_max, shared.space.weight_sum, q_RNH.stride(0),
+        page_table_SP.stride(0), keys.stride(0), scale_log2e(scale, heads.head_dim),
         GROUP=heads.num_heads // heads.num_kv_heads,
         HEAD_DIM=heads.head_dim,
         PADDED=padded(heads.head_dim),
         PAGE_SIZE=page_size,
         PAIRS=heads.pairs,
         TILE=PROMPT_TILE,
-        OVERLAP=OVERLAP,
         num_warps=8 if is_half else 4,
         num_stages=stages if is_half else 1,
-        launch_pdl=OVERLAP,
-    )
+        **overlapping(OVERLAP),
+    )  # fmt: skip
 
 
 @triton.jit(
@@ -88,9 +72,7 @@ def _prompt_kernel(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, PAGE_SIZE: tl.constexpr,
     PAIRS: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAP:
-        cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
+    await_previous(OVERLAP)
     kv_head = tl.program_id(0)
     num_bundles, parts = tl.load(counts), tl.load(counts + 1)
     # The parts of a prompt are adjacent programs, so they start together.

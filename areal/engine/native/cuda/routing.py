@@ -29,10 +29,9 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra import cuda
 
 from areal.engine.native.cuda.block_kernels import Norm, load_norm
-from areal.engine.native.cuda.device import OVERLAP, Device, device_of
+from areal.engine.native.cuda.device import OVERLAP, Device, await_previous, device_of, overlapping
 
 _MIN_TILE = 16  # of the tensor cores
 _MAX_CHOICE_ELEMENTS = 8192  # (token, expert) pairs of a tile: 64 of each thread
@@ -112,10 +111,9 @@ def route(
         BLOCK=plan.block,
         BIAS=bias_E is not None,
         NORM_TOPK=options.norm_topk_prob,
-        OVERLAP=OVERLAP,
         num_warps=4,
         num_stages=plan.stages,
-        launch_pdl=OVERLAP,
+        **overlapping(OVERLAP),
     )  # fmt: skip
 
 
@@ -147,9 +145,8 @@ def norm_route(
         OFFSET=norm.offset,
         BIAS=bias_E is not None,
         NORM_TOPK=options.norm_topk_prob,
-        OVERLAP=OVERLAP,
         num_warps=4,
-        launch_pdl=OVERLAP,
+        **overlapping(OVERLAP),
     )  # fmt: skip
 
 
@@ -172,9 +169,8 @@ def group_by_expert(experts_TK: torch.Tensor, num_experts: int, block_m: int) ->
         BLOCK_M=block_m,
         BLOCK_E=_padded(num_experts),
         CHUNK=chunk,
-        OVERLAP=OVERLAP,
         num_warps=8 if chunk > 1024 else 4,
-        launch_pdl=OVERLAP,
+        **overlapping(OVERLAP),
     )  # fmt: skip
     return blocks
 
@@ -199,9 +195,7 @@ def _router_kernel(
     column = tl.arange(0, BLOCK)
     weight_ptr += tl.minimum(expert, E - 1)[:, None] * D + column[None, :]
     place = token.to(tl.int64)[:, None] * D + column[None, :]
-    if OVERLAP:
-        cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
+    await_previous(OVERLAP)
     sums = tl.zeros([EXPERTS, TOKENS], tl.float32)
     for start in range(0, D, BLOCK):
         inside = start + column < D
@@ -247,9 +241,7 @@ def _norm_router_kernel(
     tile_ptr = weight_ptr + tl.minimum(expert, E - 1)[:, None] * D + column[None, :]
     weight = tl.load(tile_ptr, inside[None, :], 0.0)
     norm = load_norm(norm_ptr + column, inside, OFFSET)
-    if OVERLAP:
-        cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
+    await_previous(OVERLAP)
     x = tl.load(x_ptr + token * D + column, inside, 0.0).to(tl.float32)
     x = (x * tl.rsqrt(tl.sum(x * x) / D + eps) * norm).to(normed_ptr.dtype.element_ty)
     if part == 0:
@@ -312,9 +304,7 @@ def _group_kernel(
 ):  # fmt: skip
     """One program per expert: all count all pairs, and each writes the blocks of its own."""
     own = tl.program_id(0)
-    if OVERLAP:
-        cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
+    await_previous(OVERLAP)
     lane = tl.arange(0, CHUNK)
     counts = tl.zeros([BLOCK_E], tl.int32)
     for start in range(0, S, CHUNK):

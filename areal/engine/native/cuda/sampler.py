@@ -30,9 +30,8 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from areal.engine.native.cuda.device import OVERLAP
+from areal.engine.native.cuda.device import OVERLAP, await_previous, overlapping
 from areal.engine.native.sampler import MAX_BIASED, MAX_STOP_IDS
 
 # Loops and calls inside kernels are compiled; Triton types them as raising in plain Python.
@@ -58,9 +57,7 @@ def cut_kernel(
     STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
+    await_previous(OVERLAP)
     slot = tl.load(slot_R + row).to(tl.int64)
     logits = logits_RV + row.to(tl.int64) * row_stride
     num_output = tl.load(num_output_S + slot)
@@ -113,9 +110,7 @@ def race_kernel(
     BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     split, row = tl.program_id(0), tl.program_id(1)
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
+    await_previous(OVERLAP)
     slot = tl.load(slot_R + row).to(tl.int64)
     token = split * BLOCK + tl.arange(0, BLOCK)
     logits = logits_RV + row.to(tl.int64) * row_stride
@@ -146,9 +141,7 @@ def finish_kernel(
     SPLITS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
+    await_previous(OVERLAP)
     slot = tl.load(slot_R + row).to(tl.int64)
     logits = logits_RV + row.to(tl.int64) * row_stride
     scale = _LOG2E / tl.load(temperature_S + slot)
@@ -488,18 +481,18 @@ def sample_rows(
         options.adjusted_S, options.presence_penalty_S, options.repetition_penalty_S,
         options.min_p_S, options.biased_SN, options.bias_SN, options.drawn_SB, options.prompt_SB,
         workspace.threshold_R, workspace.last_R, vocab_size, MAX_STOP_IDS=MAX_STOP_IDS,
-        MAX_BIASED=MAX_BIASED, BLOCK=tiles.cut_block, STAGES=tiles.cut_stages, OVERLAP=OVERLAP,
-        num_warps=tiles.cut_warps, launch_pdl=OVERLAP,
+        MAX_BIASED=MAX_BIASED, BLOCK=tiles.cut_block, STAGES=tiles.cut_stages,
+        num_warps=tiles.cut_warps, **overlapping(OVERLAP),
     )  # fmt: skip
     race_kernel[(num_splits, num_rows)](
         logits_RV, row_stride, slot_R, options.temperature_S, options.greedy_S, options.seed_S,
         options.num_output_S, workspace.threshold_R, workspace.last_R, workspace.highest_RW,
         workspace.sum_RW, workspace.token_RW, vocab_size, num_splits,
-        BLOCK=tiles.block, OVERLAP=OVERLAP, num_warps=tiles.num_warps, launch_pdl=OVERLAP,
+        BLOCK=tiles.block, num_warps=tiles.num_warps, **overlapping(OVERLAP),
     )  # fmt: skip
     finish_kernel[(num_rows,)](
         logits_RV, row_stride, slot_R, options.temperature_S, options.greedy_S, options.seed_S,
         options.num_output_S, workspace.highest_RW, workspace.sum_RW, workspace.token_RW, token_R,
         logprob_R, vocab_size, num_splits, SPLITS=triton.next_power_of_2(num_splits),
-        OVERLAP=OVERLAP, num_warps=1, launch_pdl=OVERLAP,
+        num_warps=1, **overlapping(OVERLAP),
     )  # fmt: skip

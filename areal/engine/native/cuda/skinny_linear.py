@@ -30,10 +30,9 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra import cuda
 
 from areal.engine.native.cuda.block_kernels import gate
-from areal.engine.native.cuda.device import OVERLAP, Device, device_of
+from areal.engine.native.cuda.device import OVERLAP, Device, await_previous, device_of, overlapping
 from areal.engine.native.cuda.fp8_tensors import Fp8Rows, Fp8Weight
 from areal.models.common.fp8 import GROUP
 
@@ -173,10 +172,9 @@ def _launch(x_MD, weight, bias_N, out_MN, workspace, plan, activation) -> None:
         WHOLE=dim % plan.block == 0,
         AHEAD=plan.ahead,
         LANES=max(plan.rows, 32 * plan.warps),
-        OVERLAP=plan.overlap,
         num_warps=plan.warps,
         num_stages=plan.stages,
-        launch_pdl=plan.overlap,
+        **overlapping(plan.overlap),
     )  # fmt: skip
 
 
@@ -233,11 +231,9 @@ def _skinny_kernel(
     row = tl.arange(0, BLOCK_M)
     column = tl.arange(0, BLOCK)
     weight_row = _weight_rows(tl.arange(0, ROWS), N, ROWS, GATED)
-    if OVERLAP:
-        if WHOLE and AHEAD > 0:
-            _call_ahead(weight_ptr, N, D, begin, end, ROWS, GATED, AHEAD, LANES)
-        cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
+    if OVERLAP and WHOLE and AHEAD > 0:
+        _call_ahead(weight_ptr, N, D, begin, end, ROWS, GATED, AHEAD, LANES)
+    await_previous(OVERLAP)
     weight_tile_ptr = weight_ptr + weight_row[:, None] * D + column[None, :]
     x_tile_ptr = x_ptr + tl.minimum(row, M - 1)[:, None] * D + column[None, :]
     if weight_scale_ptr is not None:  # the scales of a group of columns: [B], and [M] adjacent

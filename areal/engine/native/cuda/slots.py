@@ -181,7 +181,7 @@ class DeviceSlots:
     def _fill(self, slots: np.ndarray) -> None:
         table, options = self._table, self.sampling
         index = self.upload(slots)
-        columns = {
+        integers = {
             self.num_tokens_S: table.num_tokens,
             self.rotary_delta_S: table.rotary_delta,
             self.state_S: table.state,
@@ -193,18 +193,16 @@ class DeviceSlots:
             options.constrained_S: table.constrained,
             options.adjusted_S: table.adjusted,
         }
-        numbers = self.upload(np.stack([x[slots] for x in columns.values()]).astype(np.int32))
-        for target, source in zip(columns, numbers, strict=True):
-            target[index] = source
-        self.adapter_S[index] = self.upload(self._adapters.places_of(table.adapter[slots]))
-        columns = {
+        floats = {
             options.temperature_S: table.temperature,
             options.top_p_S: table.top_p,
             options.frequency_penalty_S: table.frequency_penalty,
         }
-        numbers = self.upload(np.stack([x[slots] for x in columns.values()]).astype(np.float32))
-        for target, source in zip(columns, numbers, strict=True):
-            target[index] = source
+        for columns, dtype in ((integers, np.int32), (floats, np.float32)):
+            numbers = self.upload(np.stack([x[slots] for x in columns.values()]).astype(dtype))
+            for target, source in zip(columns, numbers, strict=True):
+                target[index] = source
+        self.adapter_S[index] = self.upload(self._adapters.places_of(table.adapter[slots]))
         options.seed_S[index] = self.upload(table.seed[slots].view(np.int64))
         options.stop_ids_SM[index] = self.upload(self._stop_ids(slots))
         self._upload_history(slots)

@@ -29,10 +29,9 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra import cuda
 
 from areal.engine.native.cuda.block_kernels import Norm, gate, load_norm
-from areal.engine.native.cuda.device import OVERLAP, Device, device_of
+from areal.engine.native.cuda.device import OVERLAP, Device, await_previous, device_of, overlapping
 
 MAX_ROWS = 8
 
@@ -159,10 +158,9 @@ def _launch(x_MD, norm, weight, bias_N, residual_MN, out_MN, plan, activation=No
         RESIDUAL=residual_MN is not None,
         GATED=activation is not None,
         ACTIVATION=activation,
-        OVERLAP=plan.overlap,
         num_warps=plan.warps,
         num_stages=plan.stages,
-        launch_pdl=plan.overlap,
+        **overlapping(plan.overlap),
     )  # fmt: skip
 
 
@@ -186,9 +184,7 @@ def _one_row_kernel(
         weight_ptr + _weight_rows(tl.program_id(0), N, ROWS, GATED)[:, None] * D + column[None, :]
     )
     tile = tl.load(tile_ptr, column[None, :] < D, 0.0, eviction_policy="evict_first")
-    if OVERLAP:
-        cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
+    await_previous(OVERLAP)
     sums = tl.zeros([ROWS, BLOCK], tl.float32)
     squares = tl.zeros([BLOCK], tl.float32)
     for start in range(0, D, BLOCK):
@@ -228,9 +224,7 @@ def _whole_row_kernel(
     tile = tl.load(tile_ptr, inside[None, :], 0.0, eviction_policy="evict_first")
     if NORM:
         norm = load_norm(norm_ptr + column, inside, OFFSET)
-    if OVERLAP:
-        cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
+    await_previous(OVERLAP)
     x = tl.load(x_ptr + column, inside, 0.0).to(tl.float32)
     if NORM:
         x *= norm * tl.rsqrt(tl.sum(x * x) / D + eps)
@@ -284,9 +278,7 @@ def _few_rows_kernel(
         weight_ptr + _weight_rows(tl.program_id(0), N, ROWS, GATED)[:, None] * D + column[None, :]
     )
     x_ptr += row[:, None] * D + column[None, :]
-    if OVERLAP:
-        cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
+    await_previous(OVERLAP)
     sums = tl.zeros([ROWS, PADDED], tl.float32)
     squares = tl.zeros([PADDED, BLOCK], tl.float32)
     for start in range(0, D, BLOCK):

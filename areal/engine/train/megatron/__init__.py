@@ -10,7 +10,7 @@ try:
         # About optional packages that areal does not need.
         warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).*")
         import megatron.core.models.gpt.gpt_layer_specs
-        import megatron.core.optimizer  # noqa: F401
+        import megatron.core.optimizer  # noqa: F401 (is it there?)
 except ModuleNotFoundError as error:
     if not (error.name or "").startswith("megatron"):
         raise

@@ -31,20 +31,16 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from areal.api.config.train_engine import OptimizerConfig
 from areal.engine.train.megatron.model import MegatronStage
 from areal.engine.train.megatron.weights import part_names
-from areal.engine.train.optimizer import scheduled_lr
-from areal.utils import logging
-
-logger = logging.getLogger("Optimizer")
+from areal.engine.train.optimizer import SkippingOptimizer, scheduled_lr
 
 
-class ShardedOptimizer:
+class ShardedOptimizer(SkippingOptimizer):
     """Trains `models`, the wrapped stages to pass to the schedule. All ranks call."""
 
     def __init__(
         self, stages: list[MegatronStage], config: OptimizerConfig, total_steps: int
     ) -> None:
-        self.num_skipped_steps = 0
-        self.lr_step = 0
+        super().__init__()
         self._stages = stages
         self._config = config
         self._total_steps = total_steps
@@ -79,25 +75,16 @@ class ShardedOptimizer:
             # 0 for norms and biases; megatron-core leaves it to the owner of the schedule.
             group["weight_decay"] = self._config.weight_decay * group["wd_mult"]
 
-    @torch.no_grad()
-    def step(self) -> dict[str, float]:
-        """Clip, update, clear the gradients; reports update_successful, grad_norm and lr."""
+    def _clip_and_update(self) -> float:
         self._optimizer.prepare_grads()
         grad_norm = float(self._optimizer.get_grad_norm())
-        successful = math.isfinite(grad_norm)
-        if successful:
+        if math.isfinite(grad_norm):
             for part in self._parts:
                 clip_grad_by_total_norm_fp32(
                     part.get_parameters(), self._config.gradient_clipping, grad_norm
                 )
             self._optimizer.step_with_ready_grads()
-        else:
-            self.num_skipped_steps += 1
-            logger.warning(
-                "gradient norm is %s: update skipped (%d so far)", grad_norm, self.num_skipped_steps
-            )
-        self.forget_gradients()
-        return {"update_successful": float(successful), "grad_norm": grad_norm, "lr": self.lr}
+        return grad_norm
 
     def forget_gradients(self) -> None:
         for model in self.models:

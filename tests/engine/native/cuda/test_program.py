@@ -237,7 +237,7 @@ def test_logprobs_equal_a_full_forward(make_engine, family, num_requests, shape)
     ("family", "num_requests", "shape", "targets", "drafts"),
     [
         ("qwen2", 3, {}, ATTENTION + MLP, False),
-        ("qwen3", 9, {"num_hidden_layers": 2}, ATTENTION + MLP, True),
+        ("qwen3", 9, {}, ATTENTION + MLP, True),
         ("qwen3_moe", 3, {}, ATTENTION, False),
         ("llama", 3, {"head_dim": 24, "mlp_bias": True}, ("k_proj", "down_proj"), False),
         ("qwen3_5_text", 3, HYBRID, ("in_proj_qkv", "out_proj", "q_proj", "up_proj"), False),

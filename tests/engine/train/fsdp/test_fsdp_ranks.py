@@ -99,7 +99,7 @@ def step_of_each(paths: dict, out: str, cases: list[tuple[str, str, list, dict]]
                 ("untied", "fsdp:t2", ALL, {"gradient_checkpointing": True}),
             ],
         ),
-        (
+        pytest.param(
             4,
             [
                 ("tied", "fsdp:d2c2", UNEVEN, {}),
@@ -107,6 +107,7 @@ def step_of_each(paths: dict, out: str, cases: list[tuple[str, str, list, dict]]
                 ("untied", "fsdp:c2t2", ALL, {}),
                 ("tied", "fsdp:d4", [[0, 2], [4], [1], [3, 5]], {"num_replicas": 2}),
             ],
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -1,6 +1,6 @@
 """How fast the attention kernels are, against what the device's memory or arithmetic allows.
 
-    python benchmark/kernels.py [--only NAME] [--defaults] [--json FILE]
+    python benchmark/attention_kernels.py [--only NAME] [--defaults] [--json FILE]
 
 Needs one CUDA device. Each case is run with the launch shape the engine takes for it (`default`)
 and, without `--defaults`, with others, so that one run says which is best. A launch is timed inside
@@ -351,7 +351,7 @@ def main() -> int:
     parser.add_argument("--json", metavar="FILE", help="also write the rows as JSON")
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        print("benchmark/kernels.py needs a CUDA device; none was found", file=sys.stderr)
+        print("benchmark/attention_kernels.py needs a CUDA device; none was found", file=sys.stderr)
         return 1
     torch.manual_seed(0)
     bandwidth = measure_ceilings().bytes_per_s
