@@ -239,14 +239,8 @@ class AgentProxy:
 
 
 def create_app(proxy: AgentProxy) -> FastAPI:
-    app = new_app(openapi_url=None)
-    app.add_middleware(OneV1)
-    app.add_middleware(SessionPaths)
-    app.add_exception_handler(WireError, answer_with(lambda error: error))
-    app.add_exception_handler(
-        HTTPException, answer_with(lambda error: WireError(error.status_code, error.detail))
-    )
-    app.add_exception_handler(SessionEndedError, answer_with(lambda error: _ended()))
+    app = new_session_app()
+    app.add_exception_handler(SessionEndedError, _answer_with(lambda error: _ended()))
 
     async def answer_fault(request: Request, error: Exception) -> Response:
         with contextlib.suppress(WireError):  # the request has no session
@@ -275,8 +269,6 @@ def create_app(proxy: AgentProxy) -> FastAPI:
     async def one_model(request: Request, name: str) -> dict[str, Any]:
         proxy.session_of(request)
         return model_card(name)
-
-    add_hello(app)
 
     @app.post("/rl/set_reward", openapi_extra=json_body(RewardBody))
     async def set_reward(request: Request) -> dict[str, Any]:
@@ -455,7 +447,21 @@ def _callers_fault(param: str):
         raise WireError(400, str(error), param) from None
 
 
-def answer_with(wire_error: Callable[[Any], WireError]):
+def new_session_app() -> FastAPI:
+    """An app whose requests may carry a session's key in their path, and whose errors are in the
+    format of the route's API."""
+    app = new_app(openapi_url=None)
+    app.add_middleware(OneV1)
+    app.add_middleware(SessionPaths)
+    app.add_exception_handler(WireError, _answer_with(lambda error: error))
+    app.add_exception_handler(
+        HTTPException, _answer_with(lambda error: WireError(error.status_code, error.detail))
+    )
+    add_hello(app)
+    return app
+
+
+def _answer_with(wire_error: Callable[[Any], WireError]):
     async def answer(request: Request, error: Exception) -> Response:
         return error_reply(request, wire_error(error))
 

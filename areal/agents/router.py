@@ -19,16 +19,15 @@ from typing import Any
 import aiohttp
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
-from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from areal.agents.proxy import SessionPaths, answer_with, error_reply, while_connected
+from areal.agents.proxy import error_reply, new_session_app, while_connected
 from areal.agents.registry import ID_LENGTH, Entry, read_entries, session_id_of
 from areal.agents.serving import AppServer, key_of
 from areal.api.config.inference import AgentConfig
 from areal.openai.errors import WireError
 from areal.utils import logging
-from areal.utils.http_server import JsonReply, OneV1, add_hello, new_app, read_body, trust
+from areal.utils.http_server import JsonReply, read_body, trust
 
 logger = logging.getLogger("AgentRouter")
 
@@ -127,14 +126,7 @@ class AgentRouter:
 
 
 def create_app(router: AgentRouter) -> FastAPI:
-    app = new_app(openapi_url=None)
-    app.add_middleware(OneV1)
-    app.add_middleware(SessionPaths)
-    app.add_exception_handler(WireError, answer_with(lambda error: error))
-    app.add_exception_handler(
-        HTTPException, answer_with(lambda error: WireError(error.status_code, error.detail))
-    )
-    add_hello(app)
+    app = new_session_app()
 
     @app.post("/rl/start_session")
     async def start_session(request: Request) -> Response:

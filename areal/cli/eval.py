@@ -18,7 +18,7 @@ from areal.cli.main import OVERRIDE
 
 if TYPE_CHECKING:
     from areal.evaluation.report import Summary
-    from areal.evaluation.runner import Plan
+    from areal.evaluation.runner import EvalPlan
     from areal.evaluation.settings import Options
     from areal.evaluation.store import ResultStore, SampleResult
     from areal.evaluation.targets import Target
@@ -147,7 +147,7 @@ def _ks(text: str | None, config: Any) -> list[int]:
     return sorted({int(part) for part in parts})
 
 
-def _summary(plan: Plan, store: ResultStore, ks: list[int], threshold: float) -> Summary:
+def _summary(plan: EvalPlan, store: ResultStore, ks: list[int], threshold: float) -> Summary:
     from areal.evaluation.report import summarize
 
     return summarize(
@@ -161,7 +161,7 @@ def _summary(plan: Plan, store: ResultStore, ks: list[int], threshold: float) ->
     )
 
 
-def _run_with_progress(plan: Plan, store: ResultStore) -> None:
+def _run_with_progress(plan: EvalPlan, store: ResultStore) -> None:
     from areal.evaluation.runner import run_missing
 
     total = len(plan.rows) * plan.num_samples

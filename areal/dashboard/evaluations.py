@@ -113,7 +113,7 @@ def _check(file: Path, rows: list[sqlite3.Row]) -> None:
 
 
 def _result(row: sqlite3.Row) -> dict[str, Any]:
-    facts = {key: row[key] for key in row.keys() if key != "data"}  # noqa: SIM118
+    facts = {key: value for key, value in dict(row).items() if key != "data"}
     return {**facts, "reward": _finite(row["reward"]), "problem": _problem(row["data"])}
 
 

@@ -116,7 +116,7 @@ def read_sample(run: RunReader, task_id: int, sample: int) -> dict[str, Any] | N
             (task_id, sample),
         )
         if rows:
-            facts = {key: rows[0][key] for key in rows[0].keys() if key != "data"}  # noqa: SIM118
+            facts = {key: value for key, value in dict(rows[0]).items() if key != "data"}
             tensors = _decode(run, task_id, rows[0]["data"], "ids", num_axes=1)
             return {**facts, "state": "trained", **_strip(run, tensors, _not_computed(tensors))}
     if run.is_empty:

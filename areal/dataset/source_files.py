@@ -110,7 +110,7 @@ def _read_hub(path: str, config: str | None, split: str) -> Sequence[Row]:
     try:
         with downloading(cache_folder(name, "dataset"), prepared):
             builder = datasets.load_dataset_builder(name, config, revision=revision or None)
-            _check_commit(path, builder.hash, cached_commit(name, revision or None, "dataset"))
+            _check_commit(builder.hash, cached_commit(name, revision or None, "dataset"))
             builder.download_and_prepare()
             table = cast("datasets.Dataset", builder.as_dataset(split=split))
     except ValueError as error:
@@ -124,7 +124,7 @@ def _read_hub(path: str, config: str | None, split: str) -> Sequence[Row]:
     return TableRows(table)
 
 
-def _check_commit(path: str, prepared: str | None, expected: str | None) -> None:
+def _check_commit(prepared: str | None, expected: str | None) -> None:
     """Offline, `datasets` uses whichever revision this machine prepared last."""
     if None not in (prepared, expected) and prepared != expected:
         raise ValueError(

@@ -23,9 +23,8 @@ from areal.api.engine_api import InferenceEngine
 from areal.api.io_struct import ModelRequest, ModelResponse, WeightUpdateMeta
 from areal.doctor.report import Chart
 from areal.engine.train.fit import VISION_WORKFLOWS
-from areal.rollout.failures import FailureLimits
-from areal.rollout.group import GroupRunner
 from areal.rollout.source import Prompt
+from areal.trainer.episodes import trial_groups
 from areal.trainer.probe import MAX_PROMPT
 from areal.utils.tokenizer import chat_prompt_ids
 from areal.workflow import WORKFLOWS
@@ -78,16 +77,7 @@ def run_episodes(trainer: PPOTrainer, workflow: RolloutWorkflow, num_prompts: in
     the workflow rejects is left out."""
     config = trainer.config
     recorder = RecordingEngine(trainer.inference)
-    groups = GroupRunner(
-        engine=recorder,
-        workflow=workflow,
-        group_size=config.gconfig.n_samples,
-        run_seed=config.seed,
-        is_eval=False,
-        limits=FailureLimits(max_retries=0),
-        on_attempt_failed=lambda error, retried: None,
-        reward_normalization=config.gconfig.reward_normalization,
-    )
+    groups = trial_groups(config, recorder, workflow)
     prompts = [trainer.source.prompt(task_id) for task_id in range(num_prompts)]
 
     async def run() -> list[dict[str, Any] | None]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -75,27 +76,61 @@ def check_rewards(
             "reward", "a reward is not finite", change="return a finite number, or raise"
         )
     samples = single_turn_samples(prompts, trajectories)
-    if config.reward_fn is None or not samples:
+    grader = None if config.reward_fn is None else _Grader(config, runner, tokenizer)
+    if grader is None or not samples:
         chart.unseen("reward", "no reply that a reward function graded alone")
     else:
-        _check_samples(chart, config, runner, tokenizer, samples)
-    if config.reward_fn is not None:
-        _check_spread(chart, config, runner, tokenizer, prompts, trajectories)
+        _check_samples(chart, grader, samples)
+    if grader is not None:
+        _check_spread(chart, grader, prompts, trajectories)
 
 
-def _check_samples(
-    chart: Chart,
-    config: PPOConfig,
-    runner: TaskRunner,
-    tokenizer: Any,
-    samples: Sequence[Sample],
-) -> None:
+@dataclass(frozen=True, slots=True)
+class _Grader:
+    """Calls the reward function of `config`, in processes that end with each question."""
+
+    config: PPOConfig
+    runner: TaskRunner
+    tokenizer: Any
+
+    def grade(self, samples: Sequence[Sample]) -> Graded:
+        tokenizer = self.tokenizer
+        rows = {one.prompt.row: one.prompt.data for one in samples}
+        stops = {tokenizer.eos_token_id, tokenizer.pad_token_id}
+
+        async def grade() -> Graded:
+            calls = {
+                number: [_call(reward, tokenizer, one, data, stops) for one in samples]
+                for number, data in list(rows.items())[:_MAX_ROWS]
+            }
+            return {number: await asyncio.gather(*row) for number, row in calls.items()}
+
+        with self._reward() as reward:
+            return self.runner.run(grade()).result()
+
+    def ask(self, rows: Sequence[Row]) -> Told | Untold:
+        name = self.config.reward_fn
+        assert name is not None
+
+        def encode(text: str) -> list[int]:
+            return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+        with self._reward() as reward:
+            return self.runner.run(tell(reward, name, get_reward_fn(name), rows, encode)).result()
+
+    def _reward(self) -> closing[AsyncRewardWrapper]:
+        function = get_reward_fn(self.config.reward_fn)
+        options = self.config.workflow_kwargs.get("reward_kwargs", {})
+        return closing(AsyncRewardWrapper(function, **options))
+
+
+def _check_samples(chart: Chart, grader: _Grader, samples: Sequence[Sample]) -> None:
     """Their rewards, computed again."""
     try:
-        graded = _grade(config, runner, tokenizer, samples)
+        graded = grader.grade(samples)
         if wrong := _wrong(samples, graded):
-            again = _grade(config, runner, tokenizer, samples)
-            return _accuse(chart, config, samples, graded, wrong, is_steady=again == graded)
+            is_steady = grader.grade(samples) == graded
+            return _accuse(chart, grader.config, samples, graded, wrong, is_steady=is_steady)
     except RewardError as error:
         return chart.fault("reward", str(error), change="correct the reward function")
     chart.ok("reward", f"{len(samples)} rewards, computed again, are equal")
@@ -103,9 +138,7 @@ def _check_samples(
 
 def _check_spread(
     chart: Chart,
-    config: PPOConfig,
-    runner: TaskRunner,
-    tokenizer: Any,
+    grader: _Grader,
     prompts: Sequence[Prompt],
     trajectories: Sequence[dict[str, Any]],
 ) -> None:
@@ -114,11 +147,11 @@ def _check_spread(
     if any(len(set(rewards_of(one).tolist())) > 1 for one in trajectories):
         return
     rows = [
-        _row(prompt, trajectory, tokenizer)
+        _row(prompt, trajectory, grader.tokenizer)
         for prompt, trajectory in zip(prompts[:_MAX_ROWS], trajectories, strict=False)
         if isinstance(prompt.data, Mapping)
     ]
-    told = _ask(config, runner, tokenizer, rows)
+    told = grader.ask(rows)
     alike = "no two samples of a prompt earn different rewards"
     if isinstance(told, Told):
         return chart.ok(
@@ -144,22 +177,6 @@ def _row(prompt: Prompt, trajectory: dict[str, Any], tokenizer: Any) -> Row:
     mask = trajectory["loss_mask"][0].bool()
     ids = trajectory["input_ids"][0, : int(mask.int().argmax())].tolist()
     return Row(prompt.row, prompt.data, tokenizer.decode(ids), ids)
-
-
-def _ask(
-    config: PPOConfig, runner: TaskRunner, tokenizer: Any, rows: Sequence[Row]
-) -> Told | Untold:
-    assert config.reward_fn is not None
-    function = get_reward_fn(config.reward_fn)
-    reward = AsyncRewardWrapper(function, **config.workflow_kwargs.get("reward_kwargs", {}))
-
-    def encode(text: str) -> list[int]:
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    try:
-        return runner.run(tell(reward, config.reward_fn, function, rows, encode)).result()
-    finally:
-        reward.close()
 
 
 def _wrong(samples: Sequence[Sample], graded: Graded) -> list[int]:
@@ -228,28 +245,6 @@ def _is_permuted(row: int, samples: Sequence[Sample], graded: Graded) -> bool:
     found = sorted(samples[i].reward for i in group)
     expected = sorted(graded[row][i] for i in group)
     return found[0] != found[-1] and all(map(_same, found, expected))
-
-
-def _grade(
-    config: PPOConfig, runner: TaskRunner, tokenizer: Any, samples: Sequence[Sample]
-) -> Graded:
-    reward = AsyncRewardWrapper(
-        get_reward_fn(config.reward_fn), **config.workflow_kwargs.get("reward_kwargs", {})
-    )
-    rows = {one.prompt.row: one.prompt.data for one in samples}
-    stops = {tokenizer.eos_token_id, tokenizer.pad_token_id}
-
-    async def grade() -> Graded:
-        calls = {
-            number: [_call(reward, tokenizer, one, data, stops) for one in samples]
-            for number, data in list(rows.items())[:_MAX_ROWS]
-        }
-        return {number: await asyncio.gather(*row) for number, row in calls.items()}
-
-    try:
-        return runner.run(grade()).result()
-    finally:
-        reward.close()
 
 
 def _call(

@@ -62,7 +62,7 @@ class VersionChangedError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class EvalPlan:
     """One target on one suite."""
 
     target: Target
@@ -81,7 +81,7 @@ class Plan:
         return self.config.eval_gconfig.n_samples
 
 
-def make_plan(target: Target, settings: Settings, *, limit: int | None = None) -> Plan:
+def make_plan(target: Target, settings: Settings, *, limit: int | None = None) -> EvalPlan:
     """Loads rows and tokenizer. `limit`: only so many rows, the first ones."""
     config = settings.config
     _point_at(config, target)
@@ -95,7 +95,7 @@ def make_plan(target: Target, settings: Settings, *, limit: int | None = None) -
     _refuse_images(target, config, rows)
     identity = _identity(target, config, rows)
     evaluation = Evaluation(digest(identity), target.name, target.step, settings.suite, identity)
-    return Plan(target, settings, rows, tokenizer, evaluation)
+    return EvalPlan(target, settings, rows, tokenizer, evaluation)
 
 
 def _refuse_images(target: Target, config: PPOConfig, rows: Rows) -> None:
@@ -109,7 +109,7 @@ def _refuse_images(target: Target, config: PPOConfig, rows: Rows) -> None:
 
 
 def run_missing(
-    plan: Plan, store: ResultStore, on_sample: Callable[[SampleResult], None] = lambda _: None
+    plan: EvalPlan, store: ResultStore, on_sample: Callable[[SampleResult], None] = lambda _: None
 ) -> None:
     """Returns when every sample has a result. KeyboardInterrupt and kills lose those in flight."""
     missing = store.missing(plan.evaluation.id, len(plan.rows), plan.num_samples)
@@ -184,7 +184,7 @@ def _source(thing: Any) -> str:
         return ""
 
 
-def _open_engine(plan: Plan, stack: ExitStack) -> Any:
+def _open_engine(plan: EvalPlan, stack: ExitStack) -> Any:
     """An InferenceEngine; None if the workflow needs none."""
     target, config = plan.target, plan.config
     if target.kind == "native":
@@ -210,7 +210,7 @@ def _open_engine(plan: Plan, stack: ExitStack) -> Any:
     return engine
 
 
-def _workflow(plan: Plan, images: Path) -> RolloutWorkflow:
+def _workflow(plan: EvalPlan, images: Path) -> RolloutWorkflow:
     target, config = plan.target, plan.config
     if target.kind in ("model", "native"):
         options = {"is_eval": True, "image_folder": images}
@@ -241,7 +241,7 @@ def _workflow(plan: Plan, images: Path) -> RolloutWorkflow:
 
 
 async def _run_all(
-    plan: Plan,
+    plan: EvalPlan,
     engine: Any,
     workflow: RolloutWorkflow,
     missing: Iterable[tuple[int, int]],
@@ -286,7 +286,7 @@ async def _run_all(
 
 
 async def _one(
-    plan: Plan, groups: GroupRunner, row: int, sample: int, failures: FailureMeter
+    plan: EvalPlan, groups: GroupRunner, row: int, sample: int, failures: FailureMeter
 ) -> SampleResult:
     """Boundary: an episode that fails is a result of its own, never a reward."""
     try:
@@ -301,7 +301,7 @@ async def _one(
     return read
 
 
-def _read(plan: Plan, row: int, sample: int, result: dict[str, Any] | None) -> SampleResult:
+def _read(plan: EvalPlan, row: int, sample: int, result: dict[str, Any] | None) -> SampleResult:
     if result is None:
         return SampleResult(row, sample, "rejected", None, why="the workflow rejected it")
     if TEXT_KEY in result:
@@ -328,7 +328,7 @@ def _read(plan: Plan, row: int, sample: int, result: dict[str, Any] | None) -> S
     )
 
 
-def _version(plan: Plan, result: dict[str, Any]) -> int | None:
+def _version(plan: EvalPlan, result: dict[str, Any]) -> int | None:
     """The one version of all tokens, which for a server is the one it had when it was found."""
     span = version_span(result)
     if span is None:

@@ -197,7 +197,7 @@ class TrainController:
         answers = {place: outcome.result for place, is_head, outcome in ranks if is_head}
         return merge_rows([answers[place] for place in range(len(rows))], rows)
 
-    def _run(self, method: str, calls: Sequence[tuple[Args, KwArgs]]) -> list[Outcome]:
+    def _run(self, method: str, calls: Sequence[tuple[Args, KwArgs]]) -> list[RankResult]:
         """Run the method on the first `len(calls)` ranks, each with its own arguments.
 
         Statistics recorded by the heads are merged into those of this process.
@@ -327,7 +327,7 @@ def merge_rows(parts: Sequence[torch.Tensor], rows: Sequence[Rows]) -> torch.Ten
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RankResult:
     result: Any
     stats: dict[str, stats_tracker.Partial]
     row_values: row_values.RowValues  # of rows that the caller has numbered
@@ -358,7 +358,7 @@ class Rank:
 
     def call(
         self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], scope: str
-    ) -> Outcome:
+    ) -> RankResult:
         """Run the method in the caller's statistics scope."""
         in_scope = stats_tracker.scope(scope) if scope else nullcontext()
         with in_scope, trace_scope(method, "compute"):
@@ -367,7 +367,7 @@ class Rank:
             held = Held(next(self._numbers))
             self._held[held.number] = result
             result = held
-        return Outcome(result, stats_tracker.take(), row_values.take())
+        return RankResult(result, stats_tracker.take(), row_values.take())
 
     def start(self, number: int, args: Sequence[Any]) -> None:
         """Run a held function in a thread, once."""

@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field, Tag
 
 from areal.api.json_text import dumps
 from areal.openai.content_parts import Content, ImageBlock, chat_content
 from areal.openai.errors import WireError, parse_body
-from areal.openai.requests import Count, Temperature, TopK, TopP, left_out
+from areal.openai.requests import Count, Temperature, TopK, TopP, by_tool_kind, left_out
 from areal.utils.http_body import Body, Items, Name, Text
 
 if TYPE_CHECKING:
@@ -139,13 +139,8 @@ class HostedTool(Body):
     type: Annotated[Name, Field(json_schema_extra={"not": {"const": "custom"}})]
 
 
-def _tool_kind(tool: Any) -> str:
-    kind = tool.get("type") if isinstance(tool, dict) else None
-    return "hosted" if isinstance(kind, str) and kind not in ("", "custom") else "own"
-
-
 AnyTool = Annotated[
-    Annotated[Tool, Tag("own")] | Annotated[HostedTool, Tag("hosted")], Discriminator(_tool_kind)
+    Annotated[Tool, Tag("own")] | Annotated[HostedTool, Tag("hosted")], by_tool_kind("custom")
 ]
 
 

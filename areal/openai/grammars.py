@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,8 +96,9 @@ def reply_grammar(
     """
     if call.forced_tool is None and call.json_schema is None:
         return None
-    name = call.forced_tool if isinstance(call.forced_tool, str) else None
-    functions = _functions(call.tools, name) if call.tools else []
+    functions = [tool["function"] for tool in call.tools]
+    if isinstance(call.forced_tool, str):
+        functions = [one for one in functions if one["name"] == call.forced_tool]
     if call.json_schema is not None and not functions and not in_reasoning:
         return Grammar(json_schema=call.json_schema)
     writer = _Writer(_layout(tool_format), tokenizer)
@@ -107,33 +108,6 @@ def reply_grammar(
     if call.forced_tool is None and call.json_schema is not None:
         bodies.append(_json(call.json_schema))
     return writer.grammar(bodies, tool_format, in_reasoning=in_reasoning)
-
-
-def tool_call_grammar(
-    tool_format: str,
-    tools: Sequence[dict[str, Any]],
-    *,
-    tokenizer: Any,
-    name: str | None = None,
-    parallel: bool = True,
-    in_reasoning: bool = False,
-) -> Grammar:
-    """One call of one of `tools` (OpenAI's form), or several if `parallel`; of `name` alone if it
-    is given. `in_reasoning`: the output begins inside reasoning, which ends before the calls.
-
-    ValueError if no tool has this name.
-    """
-    writer = _Writer(_layout(tool_format), tokenizer)
-    calls = writer.calls(_functions(tools, name), several=parallel)
-    return writer.grammar([calls], tool_format, in_reasoning=in_reasoning)
-
-
-def _functions(tools: Sequence[dict[str, Any]], name: str | None) -> list[dict[str, Any]]:
-    functions = [tool["function"] for tool in tools]
-    functions = [one for one in functions if name is None or one["name"] == name]
-    if not functions:
-        raise ValueError(f"tools: expected one named {name!r}" if name else "tools: there is none")
-    return functions
 
 
 def _layout(tool_format: str) -> _Layout:

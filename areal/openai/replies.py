@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from areal.api.config.inference import GenerationHyperparameters
 from areal.api.io_struct import StopReason
@@ -271,12 +271,15 @@ def completion_reply(
     }
 
 
-class ChatStream:
+CallT = TypeVar("CallT", ChatCall, CompletionCall)
+
+
+class _ChoiceStream(Generic[CallT]):
     """The chunks of one choice. `prompt_ids` are told to who asks for token ids."""
 
     def __init__(
         self,
-        call: ChatCall,
+        call: CallT,
         completion_id: str,
         created: int,
         tokenizer: Any,
@@ -288,7 +291,14 @@ class ChatStream:
         self._place = (call, completion_id, created, index)
         self._tokenizer = tokenizer
         self._prompt_ids = prompt_ids
-        self._has_calls = False
+
+    def begin(self) -> list[Chunk]:
+        """Chunks before the first token."""
+        return []
+
+
+class ChatStream(_ChoiceStream[ChatCall]):
+    _has_calls = False
 
     def begin(self) -> list[Chunk]:
         chunk = chat_chunk(*self._place, {"role": "assistant", "content": ""})
@@ -330,24 +340,10 @@ class ChatStream:
         return {"tool_calls": [{"index": event.index, **event.as_dict()}]}
 
 
-class CompletionStream:
+class CompletionStream(_ChoiceStream[CompletionCall]):
     """The chunks of one choice of /v1/completions."""
 
-    def __init__(
-        self,
-        call: CompletionCall,
-        completion_id: str,
-        created: int,
-        tokenizer: Any,
-        index: int = 0,
-        *,
-        prompt_ids: list[int],
-    ) -> None:
-        self._call = call
-        self._place = (call, completion_id, created, index)
-        self._tokenizer = tokenizer
-        self._prompt_ids = prompt_ids
-        self._num_letters = 0  # of all tokens so far, for the offsets of log-probabilities
+    _num_letters = 0  # of all tokens so far, for the offsets of log-probabilities
 
     def push(self, text: str, tokens: Sequence[int], logprobs: Sequence[float]) -> list[Chunk]:
         must_show = bool(tokens) and (self._call.logprobs or self._call.return_token_ids)

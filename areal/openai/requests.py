@@ -196,13 +196,18 @@ class HostedTool(Body):
     type: Annotated[Name, Field(json_schema_extra={"not": {"const": "function"}})]
 
 
-def _tool_kind(tool: Any) -> str:
-    kind = tool.get("type") if isinstance(tool, dict) else None
-    return "hosted" if isinstance(kind, str) and kind not in ("", "function") else "own"
+def by_tool_kind(own: str) -> Discriminator:
+    """Tags "own" the tools of type `own` or of none, and "hosted" those of another type."""
+
+    def kind_of(tool: Any) -> str:
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        return "hosted" if isinstance(kind, str) and kind not in ("", own) else "own"
+
+    return Discriminator(kind_of)
 
 
 AnyTool = Annotated[
-    Annotated[Tool, Tag("own")] | Annotated[HostedTool, Tag("hosted")], Discriminator(_tool_kind)
+    Annotated[Tool, Tag("own")] | Annotated[HostedTool, Tag("hosted")], by_tool_kind("function")
 ]
 
 

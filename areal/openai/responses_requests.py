@@ -15,7 +15,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from areal.api.json_text import dumps
 from areal.openai.content_parts import InputImage, chat_content, sent_again
 from areal.openai.errors import WireError, parse_body
-from areal.openai.requests import Arguments, Count, HostedTool, Sampling, left_out
+from areal.openai.requests import Arguments, Count, HostedTool, Sampling, by_tool_kind, left_out
 from areal.utils.http_body import Body, Integer, Items, Name, Text, refused
 
 if TYPE_CHECKING:
@@ -123,13 +123,8 @@ class Tool(Body):
     parameters: dict[str, Any] | None = None
 
 
-def _tool_kind(tool: Any) -> str:
-    kind = tool.get("type") if isinstance(tool, dict) else None
-    return "hosted" if isinstance(kind, str) and kind not in ("", "function") else "own"
-
-
 AnyTool = Annotated[
-    Annotated[Tool, Tag("own")] | Annotated[HostedTool, Tag("hosted")], Discriminator(_tool_kind)
+    Annotated[Tool, Tag("own")] | Annotated[HostedTool, Tag("hosted")], by_tool_kind("function")
 ]
 
 

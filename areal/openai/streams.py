@@ -120,24 +120,24 @@ class EventFormat:
 DATA_EVENTS = EventFormat(data_event, end=b"data: [DONE]\n\n")
 
 
-class ChatEncoder:
-    """OpenAI's chat completions: chunks."""
+class ChunkEncoder:
+    """OpenAI's chunks, those of `stream_class`."""
 
-    def __init__(self, head: ReplyHead[ChatCall]) -> None:
+    stream_class: type[ChatStream] | type[CompletionStream]
+
+    def __init__(self, head: ReplyHead[Any]) -> None:
         self._place = head.call, head.id, head.created
-        self._stream = ChatStream(
+        self._stream = self.stream_class(
             *self._place, head.tokenizer, head.choice, prompt_ids=head.prompt_ids
         )
 
     def begin(self) -> list[WireEvent]:
         return self._stream.begin()
 
-    def push(
-        self, read: Sequence[Event], tokens: Sequence[int], logprobs: Sequence[float]
-    ) -> list[WireEvent]:
+    def push(self, read: Any, tokens: Sequence[int], logprobs: Sequence[float]) -> list[WireEvent]:
         return self._stream.push(read, tokens, logprobs)
 
-    def finish(self, output: ChatOutput, usage: Usage | None) -> list[WireEvent]:
+    def finish(self, output: ChatOutput | Output, usage: Usage | None) -> list[WireEvent]:
         last = self._stream.finish(output.stop_reason, output.stop_string)
         return [*last, *_usage_chunks(*self._place, usage)]
 
@@ -145,27 +145,14 @@ class ChatEncoder:
         return [error_body(error)]
 
 
-class TextEncoder:
-    """OpenAI's completions: chunks."""
+class ChatEncoder(ChunkEncoder):
+    stream_class = ChatStream
 
-    def __init__(self, head: ReplyHead[CompletionCall]) -> None:
-        self._place = head.call, head.id, head.created
-        self._stream = CompletionStream(
-            *self._place, head.tokenizer, head.choice, prompt_ids=head.prompt_ids
-        )
 
-    def begin(self) -> list[WireEvent]:
-        return []
+class TextEncoder(ChunkEncoder):
+    """Of completions, which are no chats."""
 
-    def push(self, read: str, tokens: Sequence[int], logprobs: Sequence[float]) -> list[WireEvent]:
-        return self._stream.push(read, tokens, logprobs)
-
-    def finish(self, output: Output, usage: Usage | None) -> list[WireEvent]:
-        last = self._stream.finish(output.stop_reason, output.stop_string)
-        return [*last, *_usage_chunks(*self._place, usage)]
-
-    def fail(self, error: WireError) -> list[WireEvent]:
-        return [error_body(error)]
+    stream_class = CompletionStream
 
 
 def _usage_chunks(

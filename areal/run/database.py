@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
 from areal.api.redact import hide_secrets
-from areal.utils.fs import open_private, private_folder, set_private
+from areal.utils.fs import flush_to_disk, open_private, private_folder, set_private
 from areal.utils.waits import waiting
 
 SCHEMA_VERSION = 2
@@ -306,8 +306,8 @@ class RunDatabase:
         # closing a descriptor of it would drop SQLite's locks.
         log = self.path.with_name(self.path.name + "-wal")
         try:
-            _sync(log)
-            _sync(self.path.parent)
+            flush_to_disk(log)
+            flush_to_disk(self.path.parent)
         except OSError as error:
             cause = f"{error.strerror or error}: {log}"
             raise RunDatabaseError(
@@ -405,14 +405,6 @@ def _disk_advice(error: OSError) -> str:
     if error.errno == errno.ENOENT:
         return "the file was deleted, so the run cannot record its state; choose another trial_name"
     return "the last good transaction is kept; free disk space, then resume the run"
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def lock_run(path: Path) -> IO[str]:

@@ -129,7 +129,14 @@ def open_trackers(
 
     ValueError if a package is not installed.
     """
-    names = {"project": experiment_name, "name": trial_name}
+
+    def about(section: WandBConfig | SwanlabConfig | TrackioConfig) -> dict[str, Any]:
+        return {
+            "project": section.project or experiment_name,
+            "name": section.name or trial_name,
+            "config": dict(run_config),
+        }
+
     opened: dict[str, Callable[[], Tracker]] = {}
     if (path := config.tensorboard.path) is not None:
         _import("tensorboard", "stats_logger.tensorboard.path", path)
@@ -137,13 +144,15 @@ def open_trackers(
         opened["tensorboard"] = lambda: TensorBoardTracker(writer_class, path)
     if config.wandb.mode != "disabled":
         wandb = _import("wandb", "stats_logger.wandb.mode", config.wandb.mode)
-        opened["wandb"] = lambda: WandBTracker(wandb, config.wandb, names, logs, run_config)
+        opened["wandb"] = lambda: _open_wandb(wandb, config.wandb, logs, about(config.wandb))
     if config.swanlab.mode != "disabled":
         swanlab = _import("swanlab", "stats_logger.swanlab.mode", config.swanlab.mode)
-        opened["swanlab"] = lambda: SwanLabTracker(swanlab, config.swanlab, names, logs, run_config)
+        opened["swanlab"] = lambda: _open_swanlab(
+            swanlab, config.swanlab, logs, about(config.swanlab)
+        )
     if config.trackio.mode != "disabled":
         trackio = _import("trackio", "stats_logger.trackio.mode", config.trackio.mode)
-        opened["trackio"] = lambda: TrackioTracker(trackio, config.trackio, names, run_config)
+        opened["trackio"] = lambda: RunTracker(trackio.init(**about(config.trackio)), first_step=-1)
     return [TrackerThread(name, open_tracker) for name, open_tracker in opened.items()]
 
 
@@ -168,76 +177,34 @@ class TensorBoardTracker:
             self._writer.close()
 
 
-class WandBTracker:
-    def __init__(
-        self,
-        wandb: ModuleType,
-        config: WandBConfig,
-        names: dict[str, str],
-        logs: Path,
-        run_config: Mapping[str, Any],
-    ) -> None:
-        private_folder(logs)
-        self._run = wandb.init(
-            project=config.project or names["project"],
-            name=config.name or names["name"],
-            entity=config.entity,
-            mode=config.mode,
-            dir=str(logs),
-            config=dict(run_config),
-        )
+class RunTracker:
+    """A run of wandb, SwanLab or Trackio, which log and end alike."""
+
+    def __init__(self, run: Any, *, first_step: int) -> None:
+        """Steps before `first_step` are logged as it: -1 is the evaluation before training, and
+        not every package takes negative steps."""
+        self._run, self._first_step = run, first_step
 
     def log(self, step: int, stats: Mapping[str, float]) -> None:
-        # wandb rejects negative steps; -1 is the evaluation before training.
-        self._run.log(dict(stats), step=max(step, 0))
+        self._run.log(dict(stats), step=max(step, self._first_step))
 
     def close(self) -> None:
         self._run.finish()
 
 
-class SwanLabTracker:
-    def __init__(
-        self,
-        swanlab: ModuleType,
-        config: SwanlabConfig,
-        names: dict[str, str],
-        logs: Path,
-        run_config: Mapping[str, Any],
-    ) -> None:
-        self._run = swanlab.init(
-            project=config.project or names["project"],
-            experiment_name=config.name or names["name"],
-            mode=config.mode,
-            logdir=str(logs / "swanlab"),
-            config=dict(run_config),
-        )
-
-    def log(self, step: int, stats: Mapping[str, float]) -> None:
-        self._run.log(dict(stats), step=max(step, 0))
-
-    def close(self) -> None:
-        self._run.finish()
+def _open_wandb(
+    wandb: ModuleType, section: WandBConfig, logs: Path, about: dict[str, Any]
+) -> RunTracker:
+    where = {"entity": section.entity, "dir": str(private_folder(logs))}
+    return RunTracker(wandb.init(**about, **where, mode=section.mode), first_step=0)
 
 
-class TrackioTracker:
-    def __init__(
-        self,
-        trackio: ModuleType,
-        config: TrackioConfig,
-        names: dict[str, str],
-        run_config: Mapping[str, Any],
-    ) -> None:
-        self._run = trackio.init(
-            project=config.project or names["project"],
-            name=config.name or names["name"],
-            config=dict(run_config),
-        )
-
-    def log(self, step: int, stats: Mapping[str, float]) -> None:
-        self._run.log(dict(stats), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+def _open_swanlab(
+    swanlab: ModuleType, section: SwanlabConfig, logs: Path, about: dict[str, Any]
+) -> RunTracker:
+    about["experiment_name"] = about.pop("name")
+    run = swanlab.init(**about, mode=section.mode, logdir=str(logs / "swanlab"))
+    return RunTracker(run, first_step=0)
 
 
 def _import(package: str, key: str, value: object) -> ModuleType:

@@ -369,7 +369,8 @@ def _run_code(code: str) -> int:
     sys.argv, sys.path = ["-"], ["", *sys.path]
     options: Any = {"encoding": "utf-8", "errors": "backslashreplace"}
     sys.stdin = open(0, **options)  # noqa: SIM115 (open as long as the process)
-    sys.stdout, sys.stderr = open(1, "w", **options), open(2, "w", buffering=1, **options)  # noqa: SIM115
+    sys.stdout = open(1, "w", **options)  # noqa: SIM115 (likewise)
+    sys.stderr = open(2, "w", buffering=1, **options)  # noqa: SIM115 (likewise)
     result = 0
     try:
         exec(compile(code, "<code>", "exec"), main_module.__dict__)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from typing import NoReturn
 
-from areal.infra.installation import validate, verdict
 
-
-def main() -> int:
-    findings = list(validate())
-    code, text = verdict(findings)
-    print(*findings, text, sep="\n")
-    return code
+def main() -> NoReturn:
+    command = ["-m", "areal.cli.main", "validate", *sys.argv[1:]]
+    os.execv(sys.executable, [sys.executable, *command])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -22,6 +22,9 @@ from areal.api.io_struct import EPISODE_KEY
 from areal.api.workflow_api import RolloutWorkflow, WorkflowLike, is_agent
 from areal.models.vision.processor import find_processor
 from areal.reward import get_reward_fn
+from areal.rollout.failures import FailureLimits
+from areal.rollout.group import GroupRunner
+from areal.rollout.trajectory import episode_rewards
 from areal.run.images import ImageStore
 from areal.run.paths import RunPaths
 from areal.trainer.servers import max_context
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from areal.api.config.experiment import PPOConfig
+    from areal.api.engine_api import InferenceEngine
 
     Trajectory = dict[str, torch.Tensor]
 
@@ -98,6 +102,25 @@ def build_workflow(
     if isinstance(gconfig, GenerationHyperparameters):  # a workflow may have options of its own
         arguments["gconfig"] = _within_context(gconfig, config)
     return resolve.build_workflow(found, arguments)
+
+
+def trial_groups(
+    config: PPOConfig,
+    engine: InferenceEngine,
+    workflow: RolloutWorkflow,
+    on_failed: Callable[[Exception], None] = lambda error: None,
+) -> GroupRunner:
+    """Runs groups as training does, but without retries; `on_failed` gets each sample's error."""
+    return GroupRunner(
+        engine=engine,
+        workflow=workflow,
+        group_size=config.gconfig.n_samples,
+        run_seed=config.seed,
+        is_eval=False,
+        limits=FailureLimits(max_retries=0),
+        on_attempt_failed=lambda error, retried: on_failed(error),
+        reward_normalization=config.gconfig.reward_normalization,
+    )
 
 
 def _within_context(
@@ -237,21 +260,18 @@ class RewardSpread:
 
     def share(self, groups: Sequence[Trajectory]) -> float:
         """Share of groups with different rewards; warns after many steps without one."""
-        rewards = [
-            episode_means(group.get("original_rewards", group["rewards"]), group.get(EPISODE_KEY))
-            for group in groups
-        ]
+        rewards = [episode_rewards(group) or [] for group in groups]
         if all(len(group) == 1 for group in rewards):
-            rewards = [torch.cat(rewards)]
-        share = sum(not are_equal(group) for group in rewards) / len(rewards)
+            rewards = [[reward for (reward,) in rewards]]
+        share = sum(map(_differ, rewards)) / len(rewards)
         self._steps = 0 if share > 0 else self._steps + 1
         if self._steps == self._patience:
             self._patience *= 2
-            self._warn(torch.cat(rewards))
+            self._warn([reward for group in rewards for reward in group])
         return share
 
-    def _warn(self, rewards: torch.Tensor) -> None:
-        found = f"all {rewards[0]:g}" if are_equal(rewards) else "equal within each group"
+    def _warn(self, rewards: Sequence[float]) -> None:
+        found = "equal within each group" if _differ(rewards) else f"all {rewards[0]:g}"
         logger.warning(
             "no two samples of a prompt had different rewards for %d steps (this step: %s): their "
             "advantages are 0, so the model learns nothing. Look at samples "
@@ -261,6 +281,13 @@ class RewardSpread:
             self._steps,
             found,
         )
+
+
+def _differ(rewards: Sequence[float]) -> bool:
+    """By more than rounding."""
+    if not rewards or min(rewards) == max(rewards):
+        return False
+    return not are_equal(torch.tensor(rewards, dtype=torch.float64))
 
 
 def describe_batch(data: Mapping[str, torch.Tensor], version: int) -> dict[str, float]:

@@ -22,10 +22,9 @@ from areal.api.config.experiment import PPOConfig
 from areal.api.engine_api import InferenceEngine
 from areal.api.io_struct import ModelRequest, ModelResponse
 from areal.api.scratch import ScratchFolder
-from areal.rollout.failures import FailureLimits, describe
-from areal.rollout.group import GroupRunner
+from areal.rollout.failures import describe
 from areal.run.fingerprint import trainer_name
-from areal.trainer.episodes import build_filter, build_workflow
+from areal.trainer.episodes import build_filter, build_workflow, trial_groups
 from areal.utils import logging
 from areal.utils.hub import model_folder
 from areal.utils.model_files import language_config, read_hf_config
@@ -139,18 +138,8 @@ def run_trial(
 
 
 async def _run_group(config: PPOConfig, workflow: Any, engine: StubEngine, row: Any) -> Any:
-    limits = FailureLimits(max_retries=0)
     errors: list[Exception] = []
-    groups = GroupRunner(
-        engine=engine,
-        workflow=workflow,
-        group_size=config.gconfig.n_samples,
-        run_seed=config.seed,
-        is_eval=False,
-        limits=limits,
-        on_attempt_failed=lambda error, retried: errors.append(error),
-        reward_normalization=config.gconfig.reward_normalization,
-    )
+    groups = trial_groups(config, engine, workflow, errors.append)
     try:
         async with asyncio.timeout(config.watchdog.seconds):
             return await groups.run(0, row)

@@ -63,7 +63,7 @@ def atomic_folder(
             _flush_tree(scratch)
         _move_onto(scratch, target)
         if durable:
-            _flush(target.parent)
+            flush_to_disk(target.parent)
 
 
 def atomic_write_bytes(path: str | Path, data: bytes, *, durable: bool = True) -> None:
@@ -77,7 +77,7 @@ def atomic_write_bytes(path: str | Path, data: bytes, *, durable: bool = True) -
                 os.fsync(file.fileno())
         os.replace(scratch, target)
         if durable:
-            _flush(target.parent)
+            flush_to_disk(target.parent)
 
 
 def atomic_write_text(path: str | Path, text: str, *, durable: bool = True) -> None:
@@ -109,6 +109,15 @@ def open_private(path: str | Path, mode: str, **options: Any) -> IO[Any]:
         return descriptor
 
     return open(path, mode, opener=opener, **options)
+
+
+def flush_to_disk(path: Path) -> None:
+    """Make the content of a file, or the names in a folder, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def is_disk_fault(error: OSError) -> bool:
@@ -211,16 +220,8 @@ def _set_mode(path: int | str | Path, mode: int) -> None:
 def _flush_tree(folder: Path) -> None:
     for parent, _, names in os.walk(folder):
         for name in names:
-            _flush(Path(parent) / name)
-        _flush(Path(parent))
-
-
-def _flush(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+            flush_to_disk(Path(parent) / name)
+        flush_to_disk(Path(parent))
 
 
 def _move_onto(scratch: Path, target: Path) -> None:

@@ -23,36 +23,33 @@ import time
 
 GRACE_S = 5.0  # from SIGTERM to SIGKILL
 _REAP_S = 10.0  # a killed process may hang in a driver of the kernel
+_AWAITED = (signal.SIGCHLD, signal.SIGTERM)
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 def main(parent_pid: int, argv: list[str]) -> None:
+    # Blocked and waited for: handlers could run in the wrong moment, or one within another, as the
+    # kernel tells of each thread of a dead parent. SIGUSR1 would end this process.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited as ignored, it would never come
+    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, [*_AWAITED, signal.SIGUSR1])
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     guard = os.getpid()
     program = os.fork()
     if program == 0:
-        _become(argv, guard)
-
-    def end(*_: object) -> None:
-        os.kill(program, signal.SIGTERM)
-        signal.setitimer(signal.ITIMER_REAL, GRACE_S)
-
-    signal.signal(signal.SIGALRM, lambda *_: os.kill(program, signal.SIGKILL))
-    signal.signal(signal.SIGTERM, end)
+        _become(argv, guard, old_mask)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent_pid:  # it died before prctl
-        end()
+        os.kill(guard, signal.SIGTERM)
     status = _wait_for(program)
-    for number in (signal.SIGTERM, signal.SIGALRM):  # `program` is no process of ours any more
-        signal.signal(number, signal.SIG_IGN)
     _kill_descendants()
     code = os.waitstatus_to_exitcode(status)
     if code < 0:  # as it ended, but without a second core dump
         _prctl(_PR_SET_DUMPABLE, 0)
         if -code not in (signal.SIGKILL, signal.SIGSTOP):
             signal.signal(-code, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [-code])
         os.kill(guard, -code)
         time.sleep(_REAP_S)  # the signal is on its way
     os._exit(code if code >= 0 else 1)
@@ -62,8 +59,9 @@ def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None).prctl(option, int(value))
 
 
-def _become(argv: list[str], guard: int) -> None:
+def _become(argv: list[str], guard: int, mask: set[int]) -> None:
     try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == guard:  # else it died before prctl
             os.execvp(argv[0], argv)
@@ -74,10 +72,26 @@ def _become(argv: list[str], guard: int) -> None:
 
 
 def _wait_for(program: int) -> int:
+    """Its status; passes SIGTERM on, and kills it after the grace period."""
+    deadline = None
     while True:
-        pid, status = os.waitpid(-1, 0)  # also orphans of the program
-        if pid == program:
-            return status
+        pid = 1
+        while pid:
+            pid, status = os.waitpid(-1, os.WNOHANG)  # also orphans of the program
+            if pid == program:
+                return status
+        if deadline is None:
+            number = signal.sigwait(_AWAITED)
+        else:
+            got = signal.sigtimedwait(_AWAITED, max(deadline - time.monotonic(), 0.0))
+            number = signal.SIGKILL if got is None else got.si_signo
+        if number == signal.SIGCHLD:
+            continue
+        os.kill(program, number)  # still a process of ours, if only a dead one
+        if number == signal.SIGKILL:
+            deadline = None
+        elif deadline is None:
+            deadline = time.monotonic() + GRACE_S
 
 
 def _kill_descendants() -> None:

@@ -7,9 +7,9 @@ mcp_servers:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, cast
 
 _EXPECTED = "a `command` to start (with args and env) or a `url` (with headers)"
 
@@ -32,7 +32,7 @@ def mcp_servers_of(given: Mapping[str, Any]) -> dict[str, McpServer]:
 def _server(key: str, tree: Any) -> McpServer:
     if not isinstance(tree, Mapping):
         raise ValueError(f"{key} must have {_EXPECTED}, got {tree!r:.100}")
-    values: dict[str, Any] = {str(name): value for name, value in tree.items()}  # pyright: ignore
+    values = {str(name): value for name, value in cast("Mapping[Any, Any]", tree).items()}
     known = [one.name for one in fields(McpServer)]
     for name in values:
         if name not in known:
@@ -60,10 +60,10 @@ def _server(key: str, tree: Any) -> McpServer:
 def _texts(key: str, given: Any) -> list[str]:
     if not isinstance(given, list | tuple):
         raise ValueError(f"{key} must be a list, got {given!r:.100}")
-    return [str(one) for one in given]  # pyright: ignore
+    return [str(one) for one in cast("Sequence[Any]", given)]
 
 
 def _text_map(key: str, given: Any) -> dict[str, str]:
     if not isinstance(given, Mapping):
         raise ValueError(f"{key} must map names to texts, got {given!r:.100}")
-    return {str(name): str(value) for name, value in given.items()}  # pyright: ignore
+    return {str(name): str(value) for name, value in cast("Mapping[Any, Any]", given).items()}

@@ -75,7 +75,9 @@ def _split_argv(argv: list[str]) -> tuple[str, list[str]]:
         elif arg.startswith("--config="):
             paths.append(arg.removeprefix("--config="))
         elif arg.startswith("-"):
-            hint = f"; overrides have no dashes: {arg.lstrip('-')}" if "=" in arg else ""
+            hint = ": arguments are --config FILE.yaml KEY=VALUE ..."
+            if "=" in arg:
+                hint = f"; overrides have no dashes: {arg.lstrip('-')}"
             raise ConfigError(f"unknown option {arg!r}{hint}")
         elif "=" in arg or arg.startswith("~"):
             overrides.append(arg)

@@ -262,8 +262,9 @@ class TrainEngineConfig:
     when another model of the same processes computes, and when training waits for episodes. Same
     results. Backends archon and fsdp."""
     batch_invariant: bool = False
-    """Forward passes with the kernels of native.batch_invariant: log-probabilities of both are then
-    equal bit for bit. Needs a CUDA device; slower."""
+    """Forward passes with the arithmetic of a batch-invariant native engine: log-probabilities of
+    both are then equal bit for bit. On the CPU the engine always is one; on CUDA set
+    native.batch_invariant too, for a model without experts. Slower."""
     enable_tree_training: bool = False
     """Compute shared prefixes of a micro-batch once: the prompt of a group, earlier turns of an
     agent. Same loss and gradients but for rounding; max_tokens_per_mb then counts the tokens

@@ -47,7 +47,7 @@ class Run:
 
 
 @dataclass(slots=True)
-class Plan:
+class ImagePlan:
     image: str = ""
     workdir: str = "/"
     env: dict[str, str] = field(default_factory=dict)
@@ -55,9 +55,9 @@ class Plan:
     actions: list[Copy | Run] = field(default_factory=list)
 
 
-def read(text: str, *, skip_installs: bool = False) -> Plan:
+def read(text: str, *, skip_installs: bool = False) -> ImagePlan:
     """`skip_installs` leaves out commands that fetch packages, in place of refusing them."""
-    plan, arguments = Plan(), {}
+    plan, arguments = ImagePlan(), {}
     for number, keyword, rest in _instructions(text):
         try:
             _apply(plan, arguments, keyword, rest, skip_installs)
@@ -69,7 +69,7 @@ def read(text: str, *, skip_installs: bool = False) -> Plan:
 
 
 def _apply(
-    plan: Plan, arguments: dict[str, str], keyword: str, rest: str, skip_installs: bool
+    plan: ImagePlan, arguments: dict[str, str], keyword: str, rest: str, skip_installs: bool
 ) -> None:
     known = {**arguments, **plan.env}
     if keyword == "FROM":

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from areal.environments.hubs.dockerfile import Copy, Plan, Run, Unsupported, read
+from areal.environments.hubs.dockerfile import Copy, ImagePlan, Run, Unsupported, read
 from areal.sandbox.limits import SessionLimits
 from areal.sandbox.session_init import WORKSPACE
 
@@ -154,7 +154,7 @@ def task_of(given: Mapping[str, Any], options: Options) -> Task:
     return Task(given["name"], folder, given["instruction"], limits, grading, tuple(plan.actions))
 
 
-def _plan(folder: Path, environment: Mapping[str, Any], options: Options) -> Plan:
+def _plan(folder: Path, environment: Mapping[str, Any], options: Options) -> ImagePlan:
     for name in _COMPOSE:
         if (folder / name).exists():
             raise Unsupported(f"environment/{name}: several containers cannot be stood in for")
@@ -163,7 +163,7 @@ def _plan(folder: Path, environment: Mapping[str, Any], options: Options) -> Pla
         plan = read(_text(file), skip_installs=options.skip_installs)
         plan.image = image or plan.image
     else:
-        plan = Plan(image=image or "", workdir=WORKSPACE)
+        plan = ImagePlan(image=image or "", workdir=WORKSPACE)
         plan.actions.append(Copy((".",), f"{WORKSPACE}/"))
     if plan.workdir == "/":
         plan.workdir = WORKSPACE

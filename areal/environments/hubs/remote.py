@@ -123,7 +123,7 @@ class HubEnv:
 
     async def step(self, action: str) -> tuple[Observation | None, float, bool]:
         answer = await self._call("step", action=action)
-        return answer.get("observation"), answer.get("reward"), answer.get("done")  # type: ignore
+        return answer.get("observation"), answer.get("reward"), answer.get("done")  # pyright: ignore[reportReturnType]  # see checked_step
 
     async def close(self) -> None:
         if self._bridge is not None:

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 def exec_launch(place: str) -> NoReturn:
     """Become the command `areal launch PLACE` with the arguments of this one."""
-    script, *rest = sys.argv[1:] or [""]
-    words = [word.removeprefix("--config=") for word in rest if word != "--config"]
-    launch = ["-m", "areal.cli.main", "launch", place, "--script", script, *words]
-    os.execv(sys.executable, [sys.executable, *launch])
+    words = [word.removeprefix("--config=") for word in sys.argv[1:] if word != "--config"]
+    if words and not words[0].startswith("-"):  # else it asks for help
+        words.insert(0, "--script")
+    os.execv(sys.executable, [sys.executable, "-m", "areal.cli.main", "launch", place, *words])

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -36,6 +35,7 @@ from areal.infra.scheduler.role_table import RoleTable
 from areal.infra.worker import Answer, EngineHost
 from areal.sandbox.process import RUN_FOLDER
 from areal.utils import logging, perf_tracer, stacks
+from areal.utils.addresses import free_port
 from areal.utils.fs import open_private, private_folder
 from areal.utils.perf_tracer import FOLDER_VARIABLE
 
@@ -203,9 +203,7 @@ class _RayWorker:
     def address(self) -> tuple[str, int]:
         """(IP of this machine, a free port)."""
         ip = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((ip, 0))
-            return ip, probe.getsockname()[1]
+        return ip, free_port(ip)
 
     def meet_at(self, rendezvous: str) -> None:
         os.environ.setdefault("AREAL_RENDEZVOUS", rendezvous)  # colocated roles keep the first one
