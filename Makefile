@@ -1,5 +1,6 @@
 # make demo       train a small model by asynchronous GRPO on this machine and show the reward rise
-# make test       lint, documentation, architecture test and the whole CPU suite
+# make test       lint, documentation, architecture test and the CPU suite without the tests marked slow
+# make test-slow  the tests marked slow: end-to-end runs of many seconds each; CI runs them after make test
 # make test-agents  train through real clients (Claude Code, Codex, SDKs) from .venv-agents, and let
 #                   OpenEnv read what areal export writes; tools of servers of the MCP SDK
 # make test-eval  run lm-eval and inspect-ai from .venv-eval against areal serve
@@ -21,8 +22,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 MARKDOWN := $(wildcard *.md docs examples benchmark docker .github)
+SUITE := $(BIN)/python -m pytest -n 3 --dist worksteal --durations 60
+# What has a target, an environment or a machine of its own.
+ELSEWHERE := not gpu and not multi_gpu and not real_agents and not real_browser and not evaluators
 
-.PHONY: demo test test-agents test-eval test-browser test-wheel test-multi-gpu test-vllm docs lint format
+.PHONY: demo test test-slow test-agents test-eval test-browser test-wheel test-multi-gpu test-vllm docs lint format
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -31,8 +35,11 @@ demo: $(VENV)/.installed
 # Compiled once, not by each of the suite's processes where PYTHONDONTWRITEBYTECODE is set.
 test: lint docs
 	$(BIN)/python -m compileall -q areal
-	$(BIN)/python -m pytest -n 3 --dist worksteal --durations 60 \
-	-m "not gpu and not multi_gpu and not real_agents and not real_browser and not evaluators"
+	$(SUITE) -m "not slow and $(ELSEWHERE)"
+
+test-slow: $(VENV)/.installed-dev
+	$(BIN)/python -m compileall -q areal
+	$(SUITE) -m "slow and $(ELSEWHERE)"
 
 # One thread: the clients need the other core.
 test-agents: $(VENV)/.installed-dev .venv-agents/.installed

@@ -20,6 +20,7 @@ import pytest
 import yaml
 from docs_world import LEARNS, ROOT, Block, World, read_blocks
 from sandbox_support import needs_sandbox
+from source_trees import nodes_of, tree_of
 
 DOCS = ROOT / "docs"
 REFERENCE = DOCS / "reference"  # generated
@@ -28,7 +29,6 @@ PAGES = [
     ROOT / "README.md",
     *sorted(p for p in DOCS.rglob("*.md") if not {REFERENCE, ZH} & set(p.parents)),
 ]
-QUICKSTART = DOCS / "quickstart.md"  # `areal demo` trains, whatever the rest does
 READS_ITS_RUN = DOCS / "howto" / "agent.md"  # by `areal export`
 SECTIONS = (
     "actor|critic|ref|teacher|rollout|native|vllm|sglang|gconfig|recover|saver|evaluator|cluster"
@@ -48,7 +48,7 @@ def stories() -> list:
         blocks = [b for b in read_blocks(page) if b.language in ("bash", "python")]
         if blocks:
             slow = any(b.trains and b.not_run is None for b in blocks) and not is_checked(page)
-            marks = [pytest.mark.slow] if slow or page == QUICKSTART else []
+            marks = [pytest.mark.slow] if slow else []
             marks += [needs_sandbox] if page.name == "sandbox.md" else []
             params.append(pytest.param(page, id=page_id(page), marks=marks))
     return params
@@ -209,7 +209,7 @@ def test_quoted_errors_are_those_of_the_code():
 def string_constants() -> list[str]:
     found = []
     for file in sorted((ROOT / "areal").rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        for node in nodes_of(file):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.append(node.value)
             elif isinstance(node, ast.JoinedStr):
@@ -245,7 +245,7 @@ def test_the_step_file_by_file_names_what_is_there():
 
 def is_defined(file: Path, dotted: str) -> bool:
     """Whether `dotted` (a function, a class or a method) is defined in `file`."""
-    found: ast.AST = ast.parse(file.read_text(encoding="utf-8"))
+    found: ast.AST = tree_of(file)
     for name in dotted.split("."):
         inside = [n for n in ast.iter_child_nodes(found) if getattr(n, "name", None) == name]
         if not inside:

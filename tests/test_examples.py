@@ -161,7 +161,11 @@ def test_the_recipe_runs(recipe, model_folder, tmp_path, monkeypatch):
     assert_trained(config)
 
 
-@pytest.mark.parametrize("recipe", ONLINE, ids=name_of)
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(one, marks=[pytest.mark.slow] if one != ONLINE[0] else []) for one in ONLINE],
+    ids=name_of,
+)
 def test_the_run_trains_on_episodes_from_outside(recipe, tiny_folder, tmp_path):
     small = small_overrides(load_config([str(recipe)]), tiny_folder, tmp_path)
     with socket.socket() as probe:
@@ -233,6 +237,7 @@ def test_the_loop_names_a_model_that_is_missing(tmp_path, monkeypatch, capsys):
     assert "none is no folder; run `areal demo` once" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_script_runs_as_users_start_it(tiny_folder, tmp_path):
     recipe = str(EXAMPLES / "sft" / "arithmetic_sft.yaml")
     small = small_overrides(load_config([recipe]), tiny_folder, tmp_path)
@@ -366,6 +371,7 @@ def dataset_changes(section: str, dataset) -> dict[str, object]:
 def ppo_changes(config) -> dict[str, object]:
     changes = {
         "actor.weight_update_mode": "direct",
+        "native.num_pages": 1024,  # to clear those of 64 whole contexts takes a third of the run
         "gconfig.n_samples": min(config.gconfig.n_samples, 4),
         "gconfig.max_new_tokens": 8,
         # Random weights never find a right answer; shares of digits differ from the first step.

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from metrics_page import documented, undocumented
+from source_trees import nodes_of
 
 AREAL = Path(__file__).resolve().parents[1] / "areal"
 RECORDING = ("stats_tracker.stat", "stats_tracker.denominator")  # names are keywords
@@ -19,8 +20,7 @@ RECORDING = ("stats_tracker.stat", "stats_tracker.denominator")  # names are key
 @pytest.fixture(scope="module")
 def nodes() -> list[ast.AST]:
     files = sorted(AREAL.rglob("*.py"))
-    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in files]
-    return [node for tree in trees for node in ast.walk(tree)]
+    return [node for file in files for node in nodes_of(file)]
 
 
 def keywords_of(call: ast.Call) -> set[str]:

@@ -9,9 +9,11 @@ import the loader.
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from source_trees import nodes_of
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted((ROOT / "areal").rglob("*.py"))
@@ -96,50 +98,62 @@ NETWORK = [
 ]
 
 
-def parse(source: str) -> tuple[ast.Module, dict[str, str]]:
-    """The tree, and what its names were before `import ... as ...`."""
-    tree = ast.parse(source)
+def walk(source: str) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(ast.parse(source)))
+
+
+def imported_names(nodes: Iterable[ast.AST]) -> dict[str, str]:
+    """What names were before `import ... as ...`."""
     names = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             names |= {alias.asname or alias.name: alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             names |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
-    return tree, names
+    return names
 
 
-def uses(source: str) -> list[tuple[int, str]]:
+def spelled(node: ast.expr) -> str:
+    """`ast.unparse`, which takes long for a name with dots, the usual case."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name | ast.Attribute):
+        return f"{spelled(node.value)}.{node.attr}"
+    return ast.unparse(node)
+
+
+def uses(nodes: tuple[ast.AST, ...]) -> list[tuple[int, str]]:
     """(line, dotted name) of everything that is named: called, derived from or handed on."""
-    tree, names = parse(source)
+    names = imported_names(nodes)
     found = []
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
-            first, dot, rest = ast.unparse(node).partition(".")
+            first, dot, rest = spelled(node).partition(".")
             found.append((node.lineno, names.get(first, first) + dot + rest))
         elif isinstance(node, ast.ImportFrom):
             found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
     return found
 
 
-def calls(source: str) -> list[tuple[int, str, ast.Call]]:
+def calls(nodes: tuple[ast.AST, ...]) -> list[tuple[int, str, ast.Call]]:
     """(line, dotted name, call)."""
-    tree, names = parse(source)
+    names = imported_names(nodes)
     found = []
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
-            first, dot, rest = ast.unparse(node.func).partition(".")
+            first, dot, rest = spelled(node.func).partition(".")
             found.append((node.lineno, names.get(first, first) + dot + rest, node))
     return found
 
 
-def faults(source: str, file: str) -> list[str]:
+def faults(nodes: tuple[ast.AST, ...], file: str) -> list[str]:
     out = []
-    for line, name in uses(source):
+    for line, name in uses(nodes):
         short = name.removeprefix("torch.distributed.")
         is_forbidden = name in FORBIDDEN or (short != name and f"dist.{short}" in FORBIDDEN)
         if is_forbidden and (file, name) not in ALLOWED:
             out.append(f"{file}:{line}: {name}")
-    for line, name, call in calls(source):
+    for line, name, call in calls(nodes):
         options = {keyword.arg: keyword.value for keyword in call.keywords}
         if name in SHARD_LOADERS and not _names_own_storage(options.get("storage_reader")):
             out.append(f"{file}:{line}: {name} unpickles without storage_reader=ShardReader")
@@ -162,18 +176,14 @@ def _names_own_storage(reader: ast.expr | None) -> bool:
 
 def test_nothing_turns_data_into_code():
     found = [
-        fault
-        for file in FILES
-        for fault in faults(file.read_text(encoding="utf-8"), str(file.relative_to(ROOT)))
+        fault for file in FILES for fault in faults(nodes_of(file), str(file.relative_to(ROOT)))
     ]
     assert not found, "\n".join(found)
 
 
 def test_exceptions_are_still_needed():
     used = {
-        (str(file.relative_to(ROOT)), name)
-        for file in FILES
-        for _, name in uses(file.read_text(encoding="utf-8"))
+        (str(file.relative_to(ROOT)), name) for file in FILES for _, name in uses(nodes_of(file))
     }
     assert set(ALLOWED) <= used
 
@@ -202,7 +212,7 @@ def test_exceptions_are_still_needed():
     ],
 )
 def test_the_search_itself(source):
-    assert faults(source, "areal/somewhere.py")
+    assert faults(walk(source), "areal/somewhere.py")
 
 
 def test_network_modules_import_nothing_by_name():

@@ -126,7 +126,7 @@ def update_weights(world):
 
 
 CASES = {  # histories, template, options
-    "concat": (80, CHAT_TEMPLATE, {"export_style": "concat"}),
+    "concat": (40, CHAT_TEMPLATE, {"export_style": "concat"}),
     "orphans": (40, SHOWS_REASONING, {"export_style": "concat", "drop_retry_orphans": True}),
     "rewritten": (40, REWRITES, {"export_style": "concat"}),
     "individual": (20, SHOWS_REASONING, {"export_style": "individual"}),

@@ -137,6 +137,7 @@ def client(proxy):
         yield client
 
 
+@pytest.mark.slow
 def test_no_route_falls_over(proxy, client, key_of_session):
     def key_for(path):
         return ADMIN if path == "/rl/start_session" else key_of_session()
@@ -231,6 +232,7 @@ def test_it_never_redirects(proxy, key_of_session):
             assert 400 <= status < 500 and b"location:" not in answer.lower(), (target, answer)
 
 
+@pytest.mark.slow
 def test_strangers_starve_no_agent(proxy, client, key_of_session):
     host, port = proxy.base_url.removeprefix("http://").removesuffix("/v1").split(":")
     headers = {"authorization": f"Bearer {key_of_session()}"}

@@ -1,21 +1,15 @@
-"""One rank and several give the same: normalisation over real processes with gloo.
-
-Run as a script this file is one rank: it normalises its rows of each case and saves the result.
-"""
+"""One rank and several give the same: normalisation over real processes with gloo."""
 
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from gloo_ranks import run_ranks
 
 from areal.algorithm.normalization import normalize
 
-WORLD = 2
 # Rows of each rank, as groups of samples; the second rank has fewer, odd ones, or none.
 SPLITS = [([2, 3], [4]), ([1], [1]), ([3, 1], [])]
 LEVELS = list(itertools.product(("batch", "group", None), ("batch", "group")))
@@ -44,15 +38,9 @@ def episodes(rows: int) -> torch.Tensor:
     return torch.arange(rows) // 2
 
 
-def run_rank(rank: int, store: str, out: str) -> None:
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=WORLD,
-        timeout=timedelta(seconds=60),
-    )
-    results = []
+def run_rank(folder: str) -> None:
+    """The rank's rows of each case."""
+    rank, results = dist.get_rank(), []
     for options, split, x, mask in cases():
         start = sum(split[0]) if rank else 0
         rows = slice(start, start + sum(split[rank]))
@@ -61,18 +49,12 @@ def run_rank(rank: int, store: str, out: str) -> None:
         options |= dict(group_sizes=split[rank], process_group=group)
         for ids in (None, episodes(len(x))[rows]):
             results.append(normalize(x[rows], part, episode_ids=ids, **options))
-    torch.save(results, out)
-    dist.destroy_process_group()
+    torch.save(results, f"{folder}/{rank}.pt")
 
 
 def test_several_ranks_equal_one(tmp_path):
-    outs = [tmp_path / f"{rank}.pt" for rank in range(WORLD)]
-    ranks = [
-        subprocess.Popen([sys.executable, __file__, str(rank), str(tmp_path / "store"), str(out)])
-        for rank, out in enumerate(outs)
-    ]
-    assert [process.wait(timeout=900) for process in ranks] == [0] * WORLD
-    parts = [torch.load(out, weights_only=True) for out in outs]
+    run_ranks(2, "algorithm.test_normalization_ranks:run_rank", str(tmp_path))
+    parts = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
     wholes = [
         normalize(x, mask, group_sizes=[*split[0], *split[1]], episode_ids=ids, **options)
         for options, split, x, mask in cases()
@@ -80,7 +62,3 @@ def test_several_ranks_equal_one(tmp_path):
     ]
     for whole, first, second in zip(wholes, *parts, strict=True):
         torch.testing.assert_close(torch.cat([first, second]), whole, rtol=1e-6, atol=1e-7)
-
-
-if __name__ == "__main__":
-    run_rank(int(sys.argv[1]), *sys.argv[2:])

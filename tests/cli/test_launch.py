@@ -100,6 +100,7 @@ def steps_of(root: Path, trial: str) -> int:
     return len(query(root / "arithmetic" / trial, "SELECT step FROM steps WHERE step >= 0"))
 
 
+@pytest.mark.slow
 def test_the_local_launcher_runs_a_script(root):
     # The last override wins: it runs here.
     done = launcher("local", SCRIPT, *argv(root, "trial_name=script", "scheduler.type=ray"))

@@ -54,15 +54,6 @@ def test_ready_line_and_end(model):
     assert rest == ("", "")
 
 
-def test_it_never_loads_transformers(model):
-    code = (
-        "import sys\n"
-        "import areal.cli.serve, areal.engine.native.server\n"
-        "assert 'transformers' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 def test_port_in_use(capsys, model):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -348,7 +348,7 @@ def test_a_mistake_leaves_the_name_free(project):
         (
             [
                 "reward_fn=broken_parts.hanging_reward",
-                "workflow_kwargs={reward_kwargs: {timeout_seconds: 0.1, max_retries: 3}}",
+                "workflow_kwargs={reward_kwargs: {timeout_seconds: 0.1, max_retries: 1}}",
             ],
             "hanging_reward did not return within 0.1 s",
         ),
@@ -462,7 +462,7 @@ def test_too_little_disk_to_start(project, small_disk):
     check_line(ended, 1, "MiB of disk are free", str(small_disk))
 
 
-@pytest.mark.parametrize("kind", ["sft", "grpo"])
+@pytest.mark.parametrize("kind", ["sft", pytest.param("grpo", marks=pytest.mark.slow)])
 def test_disk_full_on_save(project, small_disk, kind):
     """The run ends with the cause, its last recover point is whole, and it goes on afterwards."""
     order = project.sft if kind == "sft" else project.grpo
@@ -483,7 +483,7 @@ def test_disk_full_on_save(project, small_disk, kind):
     assert query(run_dir, "SELECT count(*) FROM steps") == [(done,)]
 
 
-@pytest.mark.parametrize("freq_steps", [1, 1000])
+@pytest.mark.parametrize("freq_steps", [pytest.param(1, marks=pytest.mark.slow), 1000])
 def test_disk_full_under_the_ledger(project, small_disk, freq_steps):
     """Every write of the database ends the run in one line, and starts it no second time."""
     order = project.grpo(f"cluster.fileroot={small_disk}", "total_train_steps=10000")

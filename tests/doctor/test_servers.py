@@ -26,6 +26,7 @@ def test_a_config_with_a_native_server_is_healthy(tmp_path, capsys):
     assert not (tmp_path / "arithmetic").exists()  # no run was started there
 
 
+@pytest.mark.slow
 def test_a_server_of_two_ranks_is_compared_by_whole_tensors(tmp_path):
     ranks = ["actor.weight_update_mode=shm", "rollout.backend=native:d1t2"]
     with opened(tmp_path, *ranks) as training:

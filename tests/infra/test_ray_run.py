@@ -15,8 +15,6 @@ from areal.api.scheduler_api import GPUAllocationError, Job
 from areal.cli.demo import make_model
 from areal.cli.main import main
 
-pytestmark = pytest.mark.slow
-
 RECIPE = str(Path(__file__).parents[2] / "examples" / "sft" / "arithmetic_sft.yaml")
 
 
@@ -84,12 +82,14 @@ def test_a_role_that_finds_no_room_beside_another(address, monkeypatch):
         ray.shutdown()
 
 
+@pytest.mark.slow
 def test_machines_that_are_alike_and_reach_each_other(address, capsys):
     assert main(["validate", "--cluster", address]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len([line for line in lines if line.startswith("ok   machine ")]) == 2
 
 
+@pytest.mark.slow
 def test_a_cluster_that_is_not_there(capsys):
     assert main(["validate", "--cluster", "127.0.0.1:1"]) == 1
     assert "no Ray head answers at 127.0.0.1:1" in capsys.readouterr().out

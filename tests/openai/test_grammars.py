@@ -12,9 +12,10 @@ from tiny_tokenizer import EOS, byte_tokenizer
 from tokenizers import AddedToken
 
 from areal.engine.native.grammar import GrammarCompiler
-from areal.openai.grammars import tool_call_grammar
+from areal.openai.grammars import reply_grammar
 from areal.openai.parsing.formats import TOOL_FORMATS
 from areal.openai.parsing.parser import parse_output
+from areal.openai.requests import parse_chat
 
 pytest.importorskip("llguidance", reason="constrained output needs the extra `grammar`")
 
@@ -43,6 +44,17 @@ CLOSES = {"qwen3_xml": "\n</parameter>\n", "glm47": "</arg_value>\n"}  # after a
 # Qwen adds <tool_call> to its vocabulary and does not call it special.
 KINDS = ["text", "added", "special"]
 FORMATS = sorted({id(known): name for name, known in TOOL_FORMATS.items()}.values())
+
+
+def forced(tool_format: str, tools, tokenizer, *, choice="required", parallel=True, **options):
+    """The grammar of a reply that has to call one of `tools`."""
+    body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "tools": tools}
+    call = parse_chat({**body, "tool_choice": choice, "parallel_tool_calls": parallel})
+    return reply_grammar(call, tool_format=tool_format, tokenizer=tokenizer, **options)
+
+
+def named(tool: str) -> dict[str, object]:
+    return {"type": "function", "function": {"name": tool}}
 
 
 def tokenizer_of(tool_format: str, *, kind: str):
@@ -77,7 +89,7 @@ def drawn(tokenizer, grammar, seed: int, close: str = '"') -> str:
 @pytest.mark.parametrize("tool_format", FORMATS)
 def test_every_format_is_read_as_it_is_constrained(tool_format, kind):
     tokenizer = tokenizer_of(tool_format, kind=kind)
-    grammar = tool_call_grammar(tool_format, TOOLS[:2], tokenizer=tokenizer)
+    grammar = forced(tool_format, TOOLS[:2], tokenizer)
     names = set()
     for seed in range(8):
         text = drawn(tokenizer, grammar, seed, CLOSES.get(tool_format, '"'))
@@ -96,9 +108,7 @@ def test_every_format_is_read_as_it_is_constrained(tool_format, kind):
 @pytest.mark.parametrize("tool_format", ["hermes", "mistral", "qwen3_coder"])
 def test_one_call_of_the_tool_that_is_named(tool_format):
     tokenizer = byte_tokenizer()
-    grammar = tool_call_grammar(
-        tool_format, TOOLS, tokenizer=tokenizer, name="count", parallel=False
-    )
+    grammar = forced(tool_format, TOOLS, tokenizer, choice=named("count"), parallel=False)
     for seed in range(6):
         (call,) = parse_output(drawn(tokenizer, grammar, seed), tool_format, tools=TOOLS).calls
         assert call.name == "count"
@@ -106,7 +116,7 @@ def test_one_call_of_the_tool_that_is_named(tool_format):
 
 def test_a_tool_without_a_schema_takes_any_object():
     tokenizer = byte_tokenizer()
-    grammar = tool_call_grammar("hermes", TOOLS, tokenizer=tokenizer, name="wait", parallel=False)
+    grammar = forced("hermes", TOOLS, tokenizer, choice=named("wait"), parallel=False)
     (call,) = parse_output(drawn(tokenizer, grammar, 1), "hermes", tools=TOOLS).calls
     assert isinstance(json.loads(call.arguments), dict)
 
@@ -114,9 +124,7 @@ def test_a_tool_without_a_schema_takes_any_object():
 @pytest.mark.parametrize("kind", KINDS)
 def test_reasoning_that_has_begun_ends_before_the_call(kind):
     tokenizer = tokenizer_of("hermes", kind=kind)
-    grammar = tool_call_grammar(
-        "hermes", TOOLS[:1], tokenizer=tokenizer, in_reasoning=True, parallel=False
-    )
+    grammar = forced("hermes", TOOLS[:1], tokenizer, in_reasoning=True, parallel=False)
     state = GrammarCompiler(tokenizer, [EOS]).state(grammar)
     call = '<tool_call>\n{"name": "count", "arguments": {"n": 3, "unit": "km"}}\n</tool_call>'
     text = f"<tool_call> or not?</think>\n\n{call}"
@@ -126,10 +134,3 @@ def test_reasoning_that_has_begun_ends_before_the_call(kind):
     assert not state.fault
     found = parse_output(text, "hermes", tools=TOOLS, in_reasoning=True)
     assert found.reasoning and [one.name for one in found.calls] == ["count"]
-
-
-def test_what_cannot_be_forced():
-    with pytest.raises(ValueError, match="^tools: expected one named 'fly'"):
-        tool_call_grammar("hermes", TOOLS, tokenizer=byte_tokenizer(), name="fly")
-    with pytest.raises(ValueError, match="^tools: there is none"):
-        tool_call_grammar("hermes", [], tokenizer=byte_tokenizer())

@@ -11,7 +11,7 @@ from tiny import write_tiny_model
 
 from areal.api.config.train_engine import OptimizerConfig, TrainEngineConfig
 from areal.api.io_struct import FinetuneSpec, SaveLoadMeta
-from areal.api.reward_api import AsyncRewardWrapper, RewardError
+from areal.api.reward_api import AsyncRewardWrapper
 from areal.dataset.arithmetic import build_char_tokenizer
 from areal.dataset.chat_rows import pair_rows
 from areal.engine.train.archon import ArchonEngine
@@ -93,8 +93,11 @@ def test_in_the_pool_under_its_limits(world):
 
     there = asyncio.run(score(path=str(trained)))
     assert math.isfinite(there) and there == pytest.approx(here, abs=1e-5)
-    with pytest.raises(RewardError, match=r"nowhere"):
-        asyncio.run(score(path="nowhere"))
+
+
+def test_a_path_that_is_no_folder_is_named():
+    with pytest.raises((OSError, ValueError), match=r"nowhere"):
+        get_reward_fn("reward_model")("", "0", [], [], path="nowhere")
 
 
 def test_what_is_no_reward_model_is_named(world, tmp_path):

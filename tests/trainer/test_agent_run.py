@@ -32,7 +32,13 @@ SMALL = (
 )
 
 
-@pytest.mark.parametrize("mode, style", [("inline", "individual"), ("subproc", "concat")])
+@pytest.mark.parametrize(
+    "mode, style",
+    [
+        ("inline", "individual"),
+        pytest.param("subproc", "concat", marks=pytest.mark.slow),  # agents/ has the processes
+    ],
+)
 def test_an_agent_trains(tmp_path, mode, style):
     config = grpo_config(
         tmp_path,

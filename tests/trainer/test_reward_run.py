@@ -36,6 +36,7 @@ def run_dir(root):
     return next(path.parent for path in root.rglob("run.db"))
 
 
+@pytest.mark.slow
 def test_half_a_character_in_an_error_is_a_failure_like_others(tmp_path):
     process = train(
         tmp_path,
@@ -52,6 +53,7 @@ def test_half_a_character_in_an_error_is_a_failure_like_others(tmp_path):
     assert any("half a \\ud83d smile" in why for (why,) in reasons)
 
 
+@pytest.mark.slow
 def test_and_the_cause_on_the_last_line_of_a_run_that_it_ends(tmp_path):
     process = train(
         tmp_path,
@@ -79,6 +81,7 @@ def test_a_reward_cannot_read_or_lock_the_database_of_its_run(tmp_path):
     assert process.returncode == 0, err
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="finds workers through /proc")
 def test_a_run_survives_kills_of_its_reward_processes(tmp_path):
     """First while they load, then also while they work."""

@@ -1,7 +1,4 @@
-"""Faults known from another implementation that trainers, savers and timers here must not have.
-
-The number in a name is that of the fault's description in the project's reference.
-"""
+"""Faults known from another implementation that trainers, savers and timers here must not have."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ def fresh_stats():
     stats_tracker.export()
 
 
-def test_defect_02_timers_in_seconds_work_without_torch_distributed(tmp_path):
+def test_timers_in_seconds_work_without_torch_distributed(tmp_path):
     if torch.distributed.is_initialized():  # an engine of another test joined alone
         torch.distributed.destroy_process_group()
     soon = "{freq_steps: null, freq_secs: 1.0e-6}"
@@ -58,7 +55,7 @@ def test_defect_02_timers_in_seconds_work_without_torch_distributed(tmp_path):
     assert (paths.recover / "step_3").is_dir()
 
 
-def test_defect_03_a_batch_of_any_number_is_trained_on(folder):
+def test_a_batch_of_any_number_is_trained_on(folder):
     trajs = [group(2, [1, 2, 3], [1.0, 0.0, 0.0]), group(3, [4, 1], [0.0, 1.0], seed=1)]
     for num_groups, num_minibatches in ((2, 4), (1, 2), (2, 1), (1, 5)):
         actor = open_actor(folder, ppo_n_minibatches=num_minibatches, reward_norm=GRPO)
@@ -69,7 +66,7 @@ def test_defect_03_a_batch_of_any_number_is_trained_on(folder):
         assert stats_tracker.export()["actor/update_successful"] == 1
 
 
-def test_defect_03_dynamic_batches_of_a_run(tmp_path):
+def test_dynamic_batches_of_a_run(tmp_path):
     config = grpo_config(
         tmp_path,
         *IN_PROCESS,
@@ -90,7 +87,7 @@ def test_defect_03_dynamic_batches_of_a_run(tmp_path):
     assert any(size < 10 for size in sizes)
 
 
-def test_defect_04_pairs_are_not_torn_apart(folder):
+def test_pairs_are_not_torn_apart(folder):
     """Lengths that any sort would mix; the loss sees each chosen answer beside its rejected one."""
     rows = [
         {"chosen_ids": [2 + i] * long, "rejected_ids": [32 + i] * short, "prompt_len": 1}
@@ -112,7 +109,7 @@ def test_defect_04_pairs_are_not_torn_apart(folder):
     assert sorted(pairs) == [(2 + i, 32 + i) for i in range(len(rows))]
 
 
-def test_defect_05_roles_do_not_share_a_frequency_counter(tmp_path):
+def test_roles_do_not_share_a_frequency_counter(tmp_path):
     config = grpo_config(tmp_path, *IN_PROCESS, *WITH_CRITIC, "saver.freq_steps=2")
     run_experiment(config)
     checkpoints = RunPaths.of(config).checkpoints
@@ -123,7 +120,7 @@ def test_defect_05_roles_do_not_share_a_frequency_counter(tmp_path):
     assert {"saver.actor", "saver.critic"} <= state.keys()
 
 
-def test_defect_06_the_critic_is_recovered_and_looking_creates_nothing(tmp_path):
+def test_the_critic_is_recovered_and_looking_creates_nothing(tmp_path):
     config = grpo_config(tmp_path, *IN_PROCESS, *WITH_CRITIC, "recover.freq_steps=4")
     paths = RunPaths.of(config)
     with PPOTrainer(config, *load_datasets(config)) as trainer:
@@ -155,7 +152,7 @@ class FullDisk:
             raise OSError("No space left on device")
 
 
-def test_defect_06_a_recover_point_that_fails_leaves_the_one_before_it(tmp_path):
+def test_a_recover_point_that_fails_leaves_the_one_before_it(tmp_path):
     config = grpo_config(tmp_path, *IN_PROCESS, *WITH_CRITIC, "recover.freq_steps=1")
     paths = RunPaths.of(config)
     with PPOTrainer(config, *load_datasets(config)) as trainer:
@@ -167,14 +164,14 @@ def test_defect_06_a_recover_point_that_fails_leaves_the_one_before_it(tmp_path)
     assert query(paths.root, "SELECT text FROM events WHERE kind = 'resumed'") == [("step 2",)]
 
 
-def test_defect_07_versions_are_shifted_with_the_rest():
+def test_versions_are_shifted_with_the_rest():
     traj = group(2, [3], [1.0])
     traj["versions"] = torch.tensor([[-1, -1, 4, 5, 6]], dtype=torch.int32)
     data = collect([traj])
     assert data["versions"][data["loss_mask"]].tolist() == [4, 5, 6]
 
 
-def test_defect_09_generation_goes_on_while_a_checkpoint_is_saved(tmp_path):
+def test_generation_goes_on_while_a_checkpoint_is_saved(tmp_path):
     """The tokenizer is written in the middle of a save: it asks for episodes and gets them."""
     config = grpo_config(tmp_path, *IN_PROCESS, "saver.freq_steps=2", "rollout.request_timeout=20")
     with PPOTrainer(config, *load_datasets(config)) as trainer:
@@ -192,7 +189,7 @@ def test_defect_09_generation_goes_on_while_a_checkpoint_is_saved(tmp_path):
     assert len(answers) == 2 * 3 and None not in answers  # two checkpoints and the final model
 
 
-def test_defect_11_the_longest_answer_is_not_taken_for_a_cut_off_one(folder):
+def test_the_longest_answer_is_not_taken_for_a_cut_off_one(folder):
     actor = open_actor(folder, mask_no_eos_with_zero=True)
     whole = group(2, [2, 5], [1.0, 1.0])
     assert advantages(actor, [whole])["tot_rewards"].sum(1).tolist() == [1.0, 1.0]
@@ -200,7 +197,7 @@ def test_defect_11_the_longest_answer_is_not_taken_for_a_cut_off_one(folder):
     assert advantages(actor, [whole], values=values)["returns"][1, 5] == pytest.approx(1.0)
 
 
-def test_defect_12_m2po_keeps_the_denominator(folder):
+def test_m2po_keeps_the_denominator(folder):
     """Tokens that M2PO drops count as a loss of 0; the mean is still over all of them."""
     options = dict(use_decoupled_loss=True, ppo_n_minibatches=1, reward_norm=GRPO)
     losses = {}
@@ -222,7 +219,7 @@ def test_defect_12_m2po_keeps_the_denominator(folder):
     assert losses["some"][0] == pytest.approx(expected.item(), rel=1e-4)
 
 
-def test_defect_13_the_decoupled_loss_always_weighs_by_prox_over_behave(folder):
+def test_the_decoupled_loss_always_weighs_by_prox_over_behave(folder):
     options = dict(use_decoupled_loss=True, ppo_n_minibatches=1, reward_norm=GRPO)
     actor = open_actor(folder, **options)
     data = advantages(actor, [group(2, [3, 4], [1.0, 0.0])])
@@ -233,7 +230,7 @@ def test_defect_13_the_decoupled_loss_always_weighs_by_prox_over_behave(folder):
     assert stats_tracker.export()["actor/loss"] == pytest.approx(expected, rel=1e-4)
 
 
-def test_defect_19_a_constructor_that_fails_shows_its_own_error_and_closes(tmp_path):
+def test_a_constructor_that_fails_shows_its_own_error_and_closes(tmp_path):
     config = grpo_config(tmp_path, *IN_PROCESS, *WITH_CRITIC)
     rows = load_datasets(config)
     config.critic.path = str(tmp_path / "nowhere")
@@ -245,7 +242,7 @@ def test_defect_19_a_constructor_that_fails_shows_its_own_error_and_closes(tmp_p
         pass
 
 
-def test_defect_19_a_fault_in_closing_does_not_hide_the_first_error(tmp_path):
+def test_a_fault_in_closing_does_not_hide_the_first_error(tmp_path):
     class Failing(Trainer):
         def _open(self, stack) -> None:
             stack.callback(self.fail, "closing failed")
@@ -268,7 +265,7 @@ def test_defect_19_a_fault_in_closing_does_not_hide_the_first_error(tmp_path):
         pass
 
 
-def test_defect_19_trackers_that_are_off_are_not_opened(tmp_path):
+def test_trackers_that_are_off_are_not_opened(tmp_path):
     opened = open_trackers(
         StatsLoggerConfig(), experiment_name="e", trial_name="t", logs=tmp_path, run_config={}
     )

@@ -1,6 +1,7 @@
 """A run that hangs ends by itself, with exit code 1 and a last line that names who waits for whom.
 
-Real runs of the command line, each stuck in another way.
+Real runs of the command line, each stuck in another way; run/test_watchdog.py has the watchdog by
+itself.
 """
 
 from __future__ import annotations
@@ -86,6 +87,7 @@ def test_a_reward_that_never_returns(tmp_path):
     assert "in hanging_reward" in (run_dir(tmp_path) / "logs" / "stacks.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_call_that_holds_the_interpreter(tmp_path):
     """No thread of the run could say so: it is seen, named and ended from outside."""
     run = supervised(tmp_path, MOVES_FIRST, "dynamic_filter_fn=broken_parts.endless_filter")
@@ -99,6 +101,7 @@ def test_a_call_that_holds_the_interpreter(tmp_path):
     assert "in endless_filter" in text and "in prepare_batch" in text
 
 
+@pytest.mark.slow
 def test_a_signal_ends_a_run_whose_interpreter_is_held(tmp_path):
     run = supervised(
         tmp_path, "watchdog.seconds=600", "dynamic_filter_fn=broken_parts.endless_filter"
@@ -169,6 +172,7 @@ def processes_of(root: int, word: bytes) -> list[int]:
     ]
 
 
+@pytest.mark.slow
 def test_a_watcher_that_is_killed_is_replaced(tmp_path):
     command = start(tmp_path, IN_PROCESS, "workflow=broken_parts.WaitsForEver", MOVES_FIRST)
     wait_until(lambda: watchers_of(command.process.pid))
@@ -185,6 +189,7 @@ def watchers_of(root: int) -> list[int]:
     ]
 
 
+@pytest.mark.slow
 def test_a_program_that_holds_the_database_locked(tmp_path):
     command = start(tmp_path, IN_PROCESS, MOVES_FIRST)
     wait_for_a_step(tmp_path)

@@ -228,6 +228,25 @@ def test_nothing_of_a_guarded_child_outlives_a_killed_parent():
     wait_until(lambda: not is_running(engine) and not is_running(guard), timeout_s=900)
 
 
+@linux
+def test_nothing_outlives_a_guard_that_is_told_twice():
+    """The kernel tells it of each thread of its parent that ends."""
+    for _ in range(5):
+        child = python(LAUNCHER + "time.sleep(900)", is_guarded=True)
+        engine = int(child.wait_ready(timeout_s=900))
+        while child.poll() is None:
+            os.kill(child.pid, signal.SIGTERM)
+        wait_until(lambda engine=engine: not is_running(engine), timeout_s=30)
+
+
+@linux
+def test_a_guard_that_is_asked_for_its_stacks_stays():
+    child = python(LAUNCHER + "time.sleep(900)", is_guarded=True)
+    child.wait_ready(timeout_s=900)
+    os.kill(child.pid, signal.SIGUSR1)
+    assert child.terminate() == -signal.SIGTERM
+
+
 def test_a_guarded_child_is_as_any_other():
     child = python("import sys; sys.stderr.write('no such model\\n'); sys.exit(3)", is_guarded=True)
     with pytest.raises(RuntimeError, match=r"toy .*exit code 3(.|\n)*no such model"):

@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
+from gloo_ranks import run_ranks
 
 from areal.utils import stats_tracker
 from areal.utils.stats_tracker import ReduceType, StatsTracker
@@ -172,18 +173,8 @@ def test_errors_name_the_statistic():
         tracker.stat("n", ReduceType.SCALAR, z=VALUES)
 
 
-def test_reduction_over_ranks_tolerates_missing_keys(tmp_path):
-    context = torch.multiprocessing.get_context("spawn")
-    results = context.Queue()
-    ranks = [
-        context.Process(target=_export_on_rank, args=(rank, tmp_path / "store", results))
-        for rank in range(2)
-    ]
-    for process in ranks:
-        process.start()
-    exported = [results.get(timeout=900) for _ in ranks]
-    for process in ranks:
-        process.join(timeout=300)
+def test_reduction_over_ranks_tolerates_missing_keys():
+    exported = run_ranks(2, "utils.test_stats_tracker:export_on_rank")
     assert exported[0] == exported[1]
     assert exported[0] == {
         "n": 4.0,
@@ -195,12 +186,10 @@ def test_reduction_over_ranks_tolerates_missing_keys(tmp_path):
     }
 
 
-def _export_on_rank(rank, store, results):
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    tracker = StatsTracker()
+def export_on_rank():
+    rank, tracker = dist.get_rank(), StatsTracker()
     tracker.denominator(n=torch.ones(3 - 2 * rank, dtype=torch.bool))
     tracker.stat("n", x=torch.tensor([0.0, 1.0, 1.0] if rank == 0 else [8.0]))
     if rank == 0:
         tracker.scalar(only=7.0)
-    results.put(tracker.export(reduce_group=dist.group.WORLD))
-    dist.destroy_process_group()
+    return tracker.export(reduce_group=dist.group.WORLD)
