@@ -142,8 +142,7 @@ def check_turn_ids(turn_ids_BS: torch.Tensor, mask_BS: torch.Tensor) -> None:
     """ValueError unless the turns of each row's generated tokens count up from 0 or more."""
     # In numpy, which is faster for one group; this runs for every one.
     mask, turns = mask_BS.numpy(force=True).astype(bool), turn_ids_BS.numpy(force=True)
-    said = np.where(mask, turns, 0)
-    if not said.any():  # one turn on every generated token
+    if not np.count_nonzero(mask * turns):  # one turn on every generated token
         return
     newest = np.maximum.accumulate(np.where(mask, turns, -1), axis=1)
     wrong = mask & ((turns < 0) | (turns < newest))

@@ -243,7 +243,7 @@ class ModelResponse:
         return {self.tokenizer.eos_token_id, self.tokenizer.pad_token_id} - {None}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Sample:
     """One sample of a group: a `ModelResponse` in arrays, as long as its output."""
 
@@ -512,6 +512,8 @@ def check_versions(versions: Any, *, newest: int | None = None, first: int = 0) 
     if not _is_list_of(versions, {int}):
         raise ValueError(f"output_versions: expected a list of integers, got {_shown(versions)}")
     end = _VERSION_END if newest is None else newest + 1
+    if len(versions) == 1 and 0 <= first <= versions[0] < end:
+        return
     if versions and not (min(versions) >= 0 and max(versions) < end):
         raise ValueError(
             f"output_versions: versions 0 .. {end - 1} exist, got {_shown(min(versions))} .. "

@@ -77,19 +77,19 @@ def group_trajectory(
 ) -> dict[str, torch.Tensor]:
     """One row per sample of a prompt: what `Transcript.trajectory` says of each, padded."""
     start = len(prompt_ids)
-    shape = len(samples), start + max(len(sample.tokens) for sample in samples)
+    ends = [start + len(sample.tokens) for sample in samples]
+    shape = len(samples), max(ends)
     input_ids, versions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     logprobs, turn_ids = np.zeros(shape, np.float32), np.zeros(shape, np.int32)
-    real, loss_mask = np.zeros(shape, bool), np.zeros(shape, np.int32)
     input_ids[:, :start] = prompt_ids
     versions[:, :start] = turn_ids[:, :start] = -1
-    for row, sample in enumerate(samples):
-        end = start + len(sample.tokens)
+    for row, (sample, end) in enumerate(zip(samples, ends, strict=True)):
         input_ids[row, start:end] = sample.tokens
         logprobs[row, start:end] = sample.logprobs
         versions[row, start:end] = sample.versions
-        loss_mask[row, start:end] = 1
-        real[row, :end] = True
+    real = np.arange(shape[1]) < np.array(ends)[:, None]
+    loss_mask = real.astype(np.int32)
+    loss_mask[:, :start] = 0
     rows = {
         "input_ids": input_ids,
         "attention_mask": real,

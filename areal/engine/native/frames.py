@@ -153,7 +153,9 @@ def runs_of(versions: Iterable[int]) -> Runs:
 def versions_of(runs: Runs) -> np.ndarray:
     """[T] int32: the inverse of `runs_of`."""
     if len(runs) == 1:
-        return np.full(runs[0][1], runs[0][0], np.int32)
+        versions = np.empty(runs[0][1], np.int32)
+        versions.fill(runs[0][0])
+        return versions
     pairs = np.array(runs, np.int64).reshape(-1, 2)
     return np.repeat(pairs[:, 0], pairs[:, 1]).astype(np.int32)
 

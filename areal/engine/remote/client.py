@@ -383,20 +383,28 @@ class GenerateClient:
                 if call.draft.stop_reason is None:
                     return
         call = _settled(exchange, rid)
-        if isinstance(result, BadReplyError):
-            exchange.closed.add(rid)
-            self._refuse([] if call is None else [call], server, result)
+        if isinstance(result, Exception):
+            self._take_error(exchange, rid, call, result)
         elif call is None:
             return
-        elif isinstance(result, ServerError):
-            self._elsewhere([call], server, result)
-        elif isinstance(result, Exception):
-            call.end(result)
         elif call.draft.stop_reason == "abort":
             has_progressed = len(call.draft.tokens) > call.draft.num_sent
             self._continue(call, server, entry, has_progressed=has_progressed)
         else:
             call.end()
+
+    def _take_error(
+        self, exchange: _Exchange, rid: str, call: _Call | None, error: Exception
+    ) -> None:
+        if isinstance(error, BadReplyError):
+            exchange.closed.add(rid)
+            self._refuse([] if call is None else [call], exchange.server, error)
+        elif call is None:
+            return
+        elif isinstance(error, ServerError):
+            self._elsewhere([call], exchange.server, error)
+        else:
+            call.end(error)
 
     def _check(self, draft: Draft, result: Result) -> None:
         """ValueError says why this cannot be trained on."""
