@@ -66,7 +66,7 @@ def normalize(
         return x
     if not bool(batch.total((~x64.isfinite()).double()) == 0):
         raise ValueError("a normaliser got a value that is not finite: look at the rewards")
-    episode = _Slices(_episode_of_row(group_ids, episode_ids))
+    episode = _Slices(number_episodes(group_ids, episode_ids))
     levels = {"batch": batch, "group": group}
     weight = mask.double()
     if x.ndim == 1:
@@ -196,8 +196,9 @@ def _group_of_row(group_sizes: Sequence[int], x: torch.Tensor) -> torch.Tensor:
     return torch.repeat_interleave(torch.arange(len(sizes), device=x.device), sizes)
 
 
-def _episode_of_row(group_ids: torch.Tensor, episode_ids: torch.Tensor | None) -> torch.Tensor:
-    """Episodes numbered over the batch; the same id in two groups is two episodes."""
+def number_episodes(group_ids: torch.Tensor, episode_ids: torch.Tensor | None) -> torch.Tensor:
+    """Episodes numbered over the batch, by group and then by id; the same id in two groups is two
+    episodes."""
     if episode_ids is None or not len(group_ids):
         return torch.arange(len(group_ids), device=group_ids.device)
     if episode_ids.shape != group_ids.shape:
@@ -205,10 +206,10 @@ def _episode_of_row(group_ids: torch.Tensor, episode_ids: torch.Tensor | None) -
             f"episode_ids must be one number for each of the {len(group_ids)} rows, got shape "
             f"{list(episode_ids.shape)}"
         )
-    pairs = torch.stack([group_ids, episode_ids.to(group_ids)], dim=1)
-    return _numbered(pairs, dim=0)
+    # Not unique(dim=0) of pairs, which compares slices one by one: 4 ms for 512 rows.
+    return _numbered(_numbered(group_ids) * len(group_ids) + _numbered(episode_ids))
 
 
-def _numbered(ids: torch.Tensor, dim: int | None = None) -> torch.Tensor:
-    """The rank of each element, or slice of `dim`, among the distinct ones in order."""
-    return cast("torch.Tensor", ids.unique(return_inverse=True, dim=dim)[1])  # pyright: ignore[reportUnknownMemberType]  # untyped in torch
+def _numbered(ids: torch.Tensor) -> torch.Tensor:
+    """The rank of each element among the distinct ones in order."""
+    return cast("torch.Tensor", ids.unique(return_inverse=True)[1])  # pyright: ignore[reportUnknownMemberType]  # untyped in torch

@@ -15,8 +15,8 @@ from typing import Any
 from areal.environments.interface import EnvError
 from areal.environments.tools import ToolError
 from areal.utils import logging
-from areal.utils.in_thread import in_thread
 from areal.utils.perf_tracer import episode_scope
+from areal.utils.threads import in_thread
 from areal.utils.waits import waiting
 
 logger = logging.getLogger("Environment")

@@ -50,11 +50,11 @@ from areal.api.scheduler_api import (
 from areal.utils import logging, row_values, stats_tracker
 from areal.utils.data import select_rows
 from areal.utils.import_path import load
-from areal.utils.in_thread import in_thread
 from areal.utils.perf_tracer import trace_scope
 from areal.utils.prefix_tree import pack_trees
 from areal.utils.seqpack import pack_sequences
 from areal.utils.startup import importing
+from areal.utils.threads import in_thread
 from areal.utils.waits import progress, waiting
 
 logger = logging.getLogger("TrainController")

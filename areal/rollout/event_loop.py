@@ -18,6 +18,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from areal.utils import logging
+from areal.utils.threads import share_interpreter
 
 logger = logging.getLogger("TaskRunner")
 
@@ -39,6 +40,7 @@ class TaskRunner:
         self._closing = False
 
     def start(self) -> None:
+        share_interpreter()
         self._thread.start()
 
     def on_failure(self, listener: Callable[[], None]) -> None:

@@ -26,7 +26,7 @@ from typing import Any
 from areal.api.json_text import dumps, loads_object
 from areal.utils import logging
 from areal.utils.fs import atomic_write_text, private_folder, set_private
-from areal.utils.in_thread import in_thread
+from areal.utils.threads import in_thread
 
 logger = logging.getLogger("Mailbox")
 

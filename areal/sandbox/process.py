@@ -82,7 +82,8 @@ class RewardProcess:
         if len(self._incoming) > MAX_REPLY_BYTES:
             raise BadReplyError(f"sent a reply longer than {MAX_REPLY_BYTES} bytes")
         try:
-            messages = [json.loads(line) for line in lines]
+            # As text: of bytes json guesses the encoding, line by line.
+            messages = [json.loads(line.decode(errors="surrogatepass")) for line in lines]
         except (ValueError, RecursionError) as error:
             raise BadReplyError(f"sent a reply that is not JSON: {error}") from error
         if not all(isinstance(message, dict) for message in messages):

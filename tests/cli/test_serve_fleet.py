@@ -12,7 +12,7 @@ import pytest
 from areal.cli.serve_fleet import _host_and_port, _Membership
 from areal.run.mailbox import MailboxServer
 from areal.utils.child_process import ChildProcess
-from areal.utils.in_thread import in_thread
+from areal.utils.threads import in_thread
 
 WAIT_S = 900
 ADDRESS = "127.0.0.1:1"

@@ -24,7 +24,7 @@ from areal.api.scheduler_api import (
 from areal.infra.scheduler.local import LocalScheduler
 from areal.infra.train_controller import TrainController
 from areal.utils import stats_tracker
-from areal.utils.in_thread import in_thread
+from areal.utils.threads import in_thread
 
 TOY = "infra.toy_engine.ToyEngine"
 BATCH = {

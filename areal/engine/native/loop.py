@@ -40,6 +40,7 @@ from areal.engine.native.sequence import Finished, GenRequest, Progress
 from areal.engine.native.wire import Refusal, Reply
 from areal.engine.server_time import BusyIntervals, IdleTime
 from areal.utils import logging, perf_tracer
+from areal.utils.threads import share_interpreter
 
 logger = logging.getLogger("NativeEngineLoop")
 
@@ -91,6 +92,7 @@ class EngineLoop:
         self._idle = IdleTime()
         self._counted_at = 0.0  # requests, for the trace
         self._thread = threading.Thread(target=self._run, name="native-engine", daemon=True)
+        share_interpreter()
         self._thread.start()
 
     @property

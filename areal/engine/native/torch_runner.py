@@ -42,7 +42,7 @@ from areal.engine.native.state_cache import StateCache, StateRows
 from areal.models.common.moe import recorded_experts
 from areal.models.vision.placeholders import never_sampled
 from areal.models.vision.tower import Images, Sight
-from areal.utils.device import CPU_TILE, use_plain_blas, whole_tiles
+from areal.utils.device import CPU_TILE, keep_freed_memory, use_plain_blas, whole_tiles
 
 if TYPE_CHECKING:
     from areal.engine.native.adapters import AdapterBank
@@ -72,6 +72,7 @@ class TorchRunner:
         weight = model.embedding_weight
         if weight.device.type == "cpu":
             use_plain_blas()
+            keep_freed_memory()
         self.max_prefill_tokens = max_prefill_tokens
         self._model = model
         self._device = weight.device

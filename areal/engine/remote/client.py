@@ -53,8 +53,8 @@ from areal.engine.remote.server_pool import ServerPool
 from areal.engine.remote.update_gate import GateState, UpdateGate
 from areal.engine.server_time import InFlight
 from areal.utils import logging
-from areal.utils.in_thread import in_thread
 from areal.utils.perf_tracer import trace_generation
+from areal.utils.threads import in_thread
 from areal.utils.waits import waiting
 
 logger = logging.getLogger("RemoteEngine")

@@ -36,7 +36,7 @@ from areal.engine.remote.server_control import ControlClient, ServerError, Serve
 from areal.engine.remote.server_pool import ServerPool
 from areal.utils import logging
 from areal.utils.device import best_device, device_identity
-from areal.utils.in_thread import in_thread
+from areal.utils.threads import in_thread
 from areal.weight_sync.bucket import fill_buckets
 from areal.weight_sync.collective import GroupError, GroupPlace, WeightGroup
 from areal.weight_sync.delta import DeltaPublisher

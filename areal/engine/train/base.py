@@ -40,7 +40,7 @@ from areal.models.lora import LoraAdapters
 from areal.models.parallel_dims import ParallelDims, ParallelMesh
 from areal.utils import stats_tracker
 from areal.utils.data import MULTI_MODAL_KEY, unpack
-from areal.utils.device import best_device, use_plain_blas
+from areal.utils.device import best_device, keep_freed_memory, use_plain_blas
 from areal.utils.hub import model_folder
 from areal.utils.waits import progress
 from areal.weight_sync.bucket import Checksums
@@ -188,6 +188,7 @@ class BaseTrainEngine(TrainEngine, Generic[ModelT, OptimizerT]):
         """Load the model; with `config.optimizer` and `ft_spec` it can also be trained."""
         if self.device.type == "cpu":
             use_plain_blas()
+            keep_freed_memory()
         self._folder = model_folder(self.config.path, weights=not self.config.init_from_scratch)
         optimizer = self.config.optimizer
         trains = optimizer is not None and ft_spec is not None

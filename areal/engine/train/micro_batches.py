@@ -54,7 +54,7 @@ def split_micro_batches(
     `shares_prefixes` the budget counts the tokens of prefix trees, and each micro-batch has its
     tree. `read_images` gets packed rows.
     """
-    lengths = sequence_lengths(input_["attention_mask"])
+    lengths = sequence_lengths(input_["attention_mask"]).tolist()
     if len(lengths) % rows_per_unit:
         raise ValueError(
             f"the batch has {len(lengths)} rows, which do not make units of {rows_per_unit} rows"
@@ -65,13 +65,13 @@ def split_micro_batches(
         "algorithm": spec.packing_algorithm,
     }
     if not shares_prefixes:
-        units = _units(input_, lengths.tolist(), rows_per_unit, spec)
-        unit_lengths = [int(lengths[unit].sum()) for unit in units]
+        units = _units(input_, lengths, rows_per_unit, spec)
+        unit_lengths = [sum(lengths[row] for row in unit) for unit in units]
         bins = pack_sequences(unit_lengths, **limits)
         row_bins = [[row for unit in bin_ for row in units[unit]] for bin_ in bins]
         return [_micro_batch(input_, rows, device, read_images) for rows in row_bins]
     ids = input_["input_ids"].numpy(force=True)
-    sequences = [row[:length] for row, length in zip(ids, lengths.tolist(), strict=True)]
+    sequences = [row[:length] for row, length in zip(ids, lengths, strict=True)]
     bins = pack_trees(sequences, rows_per_unit=rows_per_unit, **limits)
     return [
         _micro_batch(

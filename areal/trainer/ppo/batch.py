@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from areal.algorithm.advantage import shift_left
+from areal.algorithm.normalization import number_episodes
 from areal.api.io_struct import EPISODE_KEY
 from areal.api.routed_experts import ROUTED_KEY
 from areal.utils.data import (
@@ -35,8 +36,7 @@ def collect(trajectories: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     batch, meta = concat_batch([_with_episodes(trajectory) for trajectory in trajectories])
     sizes = torch.tensor(meta.traj_group_sizes)
     group_ids = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
-    pairs = torch.stack([group_ids, batch[EPISODE_KEY].to(group_ids)], dim=1)
-    episode_ids = pairs.unique(dim=0, return_inverse=True)[1]  # unique in the batch, not per group
+    episode_ids = number_episodes(group_ids, batch[EPISODE_KEY])  # unique in the batch
     data = {**batch, **_aligned(batch), "group_ids": group_ids, EPISODE_KEY: episode_ids}
     rows_of_B = torch.bincount(episode_ids)[episode_ids]
     if bool((rows_of_B > 1).any()):

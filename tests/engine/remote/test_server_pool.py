@@ -24,7 +24,7 @@ from areal.engine.remote.server_pool import ServerPool
 from areal.engine.remote.server_process import ServerProcess
 from areal.engine.remote.weight_senders import DeltaSender
 from areal.utils.child_process import ChildProcess
-from areal.utils.in_thread import in_thread
+from areal.utils.threads import in_thread
 
 
 class FakeServer:
