@@ -32,7 +32,6 @@ def share_interpreter() -> None:
     GIL gets it within 0.2 ms.
 
     A thread that computes releases the GIL in most operators and then waits for it until the other
-    thread blocks, or for 5 ms: an operator of a small model takes a hundredth of that. On two cores
-    a step of the demo takes a tenth less time by it.
+    thread blocks, or for 5 ms: an operator of a small model takes a hundredth of that.
     """
     sys.setswitchinterval(_SWITCH_S)
