@@ -21,8 +21,8 @@ one unit alone does. Same tokens, same bins.
 A unit is a few rows that must stay together. Units share at least what their first rows share, so
 these sizes are upper bounds; for units of one row they are exact.
 
-Shape legend: T tokens of the input, sequence by sequence; U tokens of the tree; G segments; R pairs
-of a token and its successor.
+Shape legend: T tokens of the input, sequence by sequence; U tokens of the tree; P tokens of its
+paths, path by path; G segments; R pairs of a token and its successor.
 """
 
 from __future__ import annotations
@@ -101,6 +101,41 @@ class PrefixTree:
             levels_G=np.append(self.levels_G, 0),
         )
 
+    def num_runs(self) -> int:
+        """Segments, and those of them again that others descend from."""
+        return len(self.starts_G) + int(
+            (self.subtree_ends_G > self.starts_G + self.lengths_G).sum()
+        )
+
+    def num_scores(self) -> int:
+        """Squares of the segments' lengths, and pairs of a token and one below its segment."""
+        return int((self.lengths_G * (self.lengths_G + self._below_G)).sum())
+
+    @property
+    def _below_G(self) -> Ints:
+        """Tokens below each segment."""
+        return self.subtree_ends_G - self.starts_G - self.lengths_G
+
+    def paths(self) -> Paths:
+        """The sequences from a root to each end of the tree, which together have all its tokens."""
+        found: list[Ints] = []
+        above: list[tuple[int, Ints]] = []  # end of a subtree, and the path to its first fork
+        runs = zip(self.starts_G.tolist(), self.lengths_G, self.subtree_ends_G, strict=True)
+        for start, length, end in runs:
+            while above and above[-1][0] <= start:
+                above.pop()
+            path = np.arange(start, start + length)
+            if above:
+                path = np.concatenate([above[-1][1], path])
+            if end == start + length:
+                found.append(path)
+            else:
+                above.append((end, path))
+        token_P = np.concatenate(found)
+        first_U = np.empty(len(self), dtype=np.int64)
+        first_U[token_P[::-1]] = np.arange(len(token_P))[::-1]  # of several the last one stays
+        return Paths(np.array([len(path) for path in found]), token_P, first_U)
+
     def predictions(self) -> Predictions:
         """Each pair of a token and its successor, once for all sequences that have it."""
         is_child_U = self.depth_U > 0
@@ -115,6 +150,13 @@ class PrefixTree:
             label_source_R=np.concatenate([self.source_U[is_child_U], np.full(len(ends), -1)]),
             row_T=row_T,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    lengths: Ints
+    token_P: Ints  # tree index of each token, path by path
+    first_U: Ints  # where each token of the tree first stands in `token_P`
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +177,8 @@ def sort_by_prefix(sequences: Sequence[Ints]) -> tuple[list[int], list[int]]:
 def _common(a: Ints, b: Ints) -> int:
     size = min(len(a), len(b))
     differs = a[:size] != b[:size]
-    return int(differs.argmax()) if differs.any() else size
+    first = int(differs.argmax())  # 0 also where none differs; sequences have a token at least
+    return first if differs[first] else size
 
 
 @dataclass(slots=True)

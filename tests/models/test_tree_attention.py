@@ -73,12 +73,39 @@ def test_a_tree_attends_as_its_sequences_do(name: str, window: int | None):
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_segments_and_mask_agree(name: str):
+def test_all_ways_agree(name: str):
+    tree = PrefixTree.of(SHAPES[name]).padded(4)
+    attend, inputs = TreeAttention(tree, torch.device("cpu")), draw(tree)
+    by_mask = with_gradients(lambda *qkv: attend.by_mask(*qkv, None, None), *inputs)
+    by_paths = with_gradients(lambda *qkv: attend.by_paths(*qkv, None, None), *inputs)
+    by_segments = with_gradients(lambda *qkv: attend.by_segments(*qkv, None), *inputs)
+    for found in (by_paths, by_segments):
+        torch.testing.assert_close(found, by_mask, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("window", [None, 2, 5])
+def test_paths_with_a_window_agree_with_the_mask(name: str, window: int | None):
     tree = PrefixTree.of(SHAPES[name])
     attend, inputs = TreeAttention(tree, torch.device("cpu")), draw(tree)
-    by_segments = with_gradients(lambda *qkv: attend(0, *qkv), *inputs)
-    by_mask = with_gradients(lambda *qkv: attend.by_mask(*qkv, window=None, scale=None), *inputs)
-    torch.testing.assert_close(by_segments, by_mask, rtol=1e-5, atol=2e-6)
+    by_mask = with_gradients(lambda *qkv: attend.by_mask(*qkv, window, 0.3), *inputs)
+    by_paths = with_gradients(lambda *qkv: attend.by_paths(*qkv, window, 0.3), *inputs)
+    torch.testing.assert_close(by_paths, by_mask, rtol=1e-5, atol=2e-6)
+
+
+def test_short_answers_are_attended_by_paths_and_long_prompts_by_segments():
+    """On a CPU: calls of a kernel are what costs with the first, scores with the second."""
+    short = [[*range(6), 10 + group, i % 3, i, *range(5)] for group in range(20) for i in range(8)]
+    long = [[*range(1000), 2000 + i, *range(i)] for i in range(16)]
+    for sequences, is_short in ((short, True), (long, False)):
+        tree = PrefixTree.of(sequences)
+        attend, (q, k, v, _) = TreeAttention(tree, torch.device("cpu")), draw(tree)
+        by_paths, by_segments = (
+            attend.by_paths(q, k, v, None, None),
+            attend.by_segments(q, k, v, None),
+        )
+        assert not torch.equal(by_paths, by_segments), "else nothing is told"
+        assert torch.equal(attend(0, q, k, v), by_paths if is_short else by_segments)
 
 
 def test_another_number_of_tokens_is_refused():
@@ -98,7 +125,7 @@ def test_cuda_kernels_equal_the_mask(name: str, dtype: torch.dtype):
     inputs = draw(tree, "cuda", dtype)
     got = with_gradients(lambda *qkv: attend(0, *qkv, scale=0.3), *inputs)
     exact = [x.detach().float().requires_grad_(x.requires_grad) for x in inputs]
-    expected = with_gradients(lambda *qkv: attend.by_mask(*qkv, window=None, scale=0.3), *exact)
+    expected = with_gradients(lambda *qkv: attend.by_mask(*qkv, None, 0.3), *exact)
     for found, wanted in zip(got, expected, strict=True):
         error = (found.float() - wanted).norm() / wanted.norm().clamp(min=1e-2)
         assert error < (1e-4 if dtype is torch.float32 else 1e-2), float(error)

@@ -52,7 +52,9 @@ def readable_by_others(run_dir: Path) -> list[str]:
             mode = path.lstat().st_mode
         except FileNotFoundError:  # a weight update that was replaced
             continue
-        if not stat.S_ISLNK(mode) and mode & 0o077:
+        # What is still being written is guarded by its folder, which is looked at here too.
+        being_written = stat.S_ISREG(mode) and ".tmp-" in path.parent.name
+        if not stat.S_ISLNK(mode) and not being_written and mode & 0o077:
             found.append(str(path.relative_to(run_dir)))
     # Models are for others once they are moved out; until then the folder guards them.
     return [name for name in found if not name.startswith(("checkpoints", "model"))]

@@ -51,6 +51,32 @@ def test_segments_end_where_sequences_part(sequences, num_tokens, num_segments):
     assert (len(tree), len(tree.starts_G)) == (num_tokens, num_segments)
 
 
+def test_paths_by_hand():
+    paths = PrefixTree.of([[5, 6, 7], [5, 6, 8, 9], [5, 6], [3]]).paths()
+    assert paths.lengths.tolist() == [1, 3, 4]  # 3; 5 6 7; 5 6 8 9
+    assert paths.token_P.tolist() == [0, 1, 2, 3, 1, 2, 4, 5]
+    assert paths.first_U.tolist() == [0, 1, 2, 3, 6, 7]
+
+
+@given(SEQUENCES)
+def test_paths_are_the_sequences_that_no_other_goes_on_from(sequences):
+    tree, tokens = PrefixTree.of(sequences), flat(sequences)
+    paths = tree.paths()
+    parts = np.split(tokens[tree.source_U][paths.token_P], paths.lengths.cumsum()[:-1])
+    inner = {prefix[:-1] for prefix in prefixes(sequences)}
+    assert sorted(map(tuple, parts)) == sorted({tuple(s) for s in sequences} - inner)
+    assert paths.token_P[paths.first_U].tolist() == list(range(len(tree)))
+
+
+@given(SEQUENCES)
+def test_runs_and_scores_are_those_of_the_segments(sequences):
+    tree = PrefixTree.of(sequences)
+    runs = zip(tree.starts_G, tree.lengths_G, tree.subtree_ends_G, strict=True)
+    below = [(length, end - start - length) for start, length, end in runs]
+    assert tree.num_runs() == len(below) + sum(1 for _, rest in below if rest)
+    assert tree.num_scores() == sum(length**2 + length * rest for length, rest in below)
+
+
 @given(SEQUENCES)
 def test_every_sequence_is_read_back_from_the_fewest_tokens(sequences):
     tree, tokens = PrefixTree.of(sequences), flat(sequences)

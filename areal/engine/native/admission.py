@@ -13,6 +13,8 @@ from areal.engine.native.sampler import MAX_STOP_IDS, check_bias
 from areal.engine.native.sequence import GenRequest
 from areal.models.common.args import DecoderArgs
 
+_SHORT = 100  # tokens that Python compares as fast as numpy
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -69,18 +71,20 @@ class Limits:
             )
 
     def _check_room(self, request: GenRequest, num_drawn: int) -> None:
-        if len(request.input_ids) >= self._max_tokens(request):
+        limit = self._max_tokens(request)
+        if len(request.input_ids) >= limit:
             raise ValueError(
                 f"input_ids has {len(request.input_ids)} tokens, which leaves {NO_ROOM}: the limit "
-                f"of prompt and output is {self._max_tokens(request)}, the smallest of "
-                f"gconfig.max_tokens ({request.gconfig.max_tokens}), the model's context "
+                f"of prompt and output is {limit}, the smallest of gconfig.max_tokens "
+                f"({request.gconfig.max_tokens}), the model's context "
                 f"({self.args.max_position_embeddings}) and the cache "
                 f"({self.pool.num_usable} pages of {self.pool.page_size}: raise num_pages)"
             )
-        if num_drawn >= self.max_output(request):
+        most = min(request.gconfig.max_new_tokens, limit - len(request.input_ids))
+        if num_drawn >= most:
             raise ValueError(
-                f"so_far has {num_drawn} tokens, which leaves none to generate of the "
-                f"{self.max_output(request)} this request can have"
+                f"so_far has {num_drawn} tokens, which leaves none to generate of the {most} this "
+                "request can have"
             )
 
     def max_output(self, request: GenRequest) -> int:
@@ -97,6 +101,8 @@ class Limits:
 
 def _are_below(limit: int, tokens: list[int]) -> bool:
     """Whether all lie in [0, limit). `min` and `max` of a long prompt take ten times as long."""
+    if len(tokens) < _SHORT:
+        return min(tokens) >= 0 and max(tokens) < limit
     try:
         values = np.frombuffer(struct.pack(f"{len(tokens)}q", *tokens), np.int64)
     except struct.error:  # no integer of 64 bits

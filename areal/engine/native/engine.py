@@ -33,7 +33,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -580,7 +580,7 @@ class NativeEngine:
         self._silent.discard(sequence.rid)
         self._drafts.leave(sequence)
         self._counts["finished"] += 1
-        return replace(sequence.finish(reason), routed_experts=routed)
+        return sequence.finish(reason, routed)
 
 
 def device_parts(tags: Iterable[str] | None) -> frozenset[str]:

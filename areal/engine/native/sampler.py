@@ -28,9 +28,6 @@ from areal.models.common.invariant import drawn_logprobs
 
 MAX_STOP_IDS = 64  # stop tokens one request can ban
 MAX_BIASED = 1024  # tokens with a bias
-# Of `gconfig`: read from the sequence, not from arrays of all slots: few requests have them.
-_RARE = ("presence_penalty", "repetition_penalty", "min_p", "logit_bias")
-_DEFAULTS = GenerationHyperparameters()
 
 
 @dataclass(slots=True)
@@ -62,7 +59,13 @@ class SamplingOptions:
 
 
 def has_rare_options(gconfig: GenerationHyperparameters) -> bool:
-    return any(getattr(gconfig, name) != getattr(_DEFAULTS, name) for name in _RARE)
+    """Options read from the sequence, not from arrays of all slots: few requests have them."""
+    return bool(
+        gconfig.presence_penalty
+        or gconfig.repetition_penalty != 1
+        or gconfig.min_p
+        or gconfig.logit_bias
+    )
 
 
 def check_bias(logit_bias: dict[str, float], vocab_size: int) -> None:

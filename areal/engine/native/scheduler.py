@@ -37,7 +37,7 @@ from areal.engine.native.sequence import Sequence
 
 _MAX_INT64 = 2**63 - 1
 # Values beyond these give the same distribution but overflow float32.
-_TEMPERATURES = (1e-20, 1e20)
+_COLDEST, _HOTTEST = 1e-20, 1e20
 
 
 class Span(NamedTuple):
@@ -90,7 +90,7 @@ class SlotTable:
         self.num_output[slot] = len(sequence.output_tokens)
         self.max_cached[slot] = len(sequence.prompt) + sequence.max_output - 1
         self.min_output[slot] = options.min_new_tokens
-        self.temperature[slot] = np.clip(options.temperature, *_TEMPERATURES)
+        self.temperature[slot] = min(max(options.temperature, _COLDEST), _HOTTEST)
         self.top_k[slot] = min(options.top_k, _MAX_INT64)
         self.top_p[slot] = options.top_p
         self.frequency_penalty[slot] = options.frequency_penalty

@@ -251,7 +251,7 @@ class Sequence:
         may_end = len(self.output_tokens) >= self.gconfig.min_new_tokens
         return self.grammar.allowed(vocab_size, self.stop_ids, may_end=may_end)
 
-    def finish(self, stop_reason: StopReason) -> Finished:
+    def finish(self, stop_reason: StopReason, routed_experts: np.ndarray | None = None) -> Finished:
         self.has_ended = True
         return Finished(
             rid=self.rid,
@@ -262,4 +262,5 @@ class Sequence:
             first_token_time=self.first_token_time,
             fault="" if self.grammar is None else self.grammar.fault,
             cached_tokens=self.cached_tokens or 0,
+            routed_experts=routed_experts,
         )

@@ -106,7 +106,10 @@ class TorchRunner:
 
     def decode(self, slots: np.ndarray, num_steps: int) -> Computed:
         assert num_steps == 1, "this runner takes one step at a time"
-        return self.verify(slots, [[] for _ in slots])
+        first = np.zeros_like(slots)
+        rows = self._newest(slots, first, self._table.last_token[slots])
+        hidden_TD = self._forward(rows, [1] * len(slots), self._spans(slots))
+        return self._draw(slots, hidden_TD[: len(slots)])
 
     def draft_length(self, num_rows: int) -> int:
         """Drafts take the place of padding rows. None with states: these cannot go back to before
@@ -125,17 +128,9 @@ class TorchRunner:
         first_row = np.cumsum(counts) - counts
         row_slot = np.repeat(slots, counts)
         offset = np.arange(len(row_slot)) - np.repeat(first_row, counts)
-        given = np.fromiter(itertools.chain(*([0, *draft] for draft in drafts)), np.int64)
-        positions = table.num_tokens[row_slot] - 1 + offset
-        width = int(positions.max()) // self._cache.page_size + 1
-        rows = ForwardRows()
-        rows.add(
-            np.where(offset == 0, table.last_token[row_slot], given),
-            positions,
-            table.pages[row_slot, :width],
-            table.adapter[row_slot],
-            positions + table.rotary_delta[row_slot],
-        )
+        drafted = np.fromiter(itertools.chain(*([0, *draft] for draft in drafts)), np.int64)
+        tokens_R = np.where(offset == 0, table.last_token[row_slot], drafted)
+        rows = self._newest(row_slot, offset, tokens_R)
         hidden_TD = self._forward(rows, counts.tolist(), self._spans(slots))
         tokens, logprobs = self._sample(row_slot, hidden_TD[: rows.count], offset)
         drawn = Computed([], [])
@@ -145,6 +140,21 @@ class TorchRunner:
             drawn.logprobs.append(logprobs[start:end])
         table.last_token[slots] = [kept[-1] for kept in drawn.tokens]
         return drawn
+
+    def _newest(self, slots: np.ndarray, offset: np.ndarray, tokens: np.ndarray) -> ForwardRows:
+        """A row for each slot: the token `offset` after its last one."""
+        table = self._table
+        positions = table.num_tokens[slots] - 1 + offset
+        width = int(positions.max()) // self._cache.page_size + 1
+        rows = ForwardRows()
+        rows.add(
+            tokens,
+            positions,
+            table.pages[slots, :width],
+            table.adapter[slots],
+            positions + table.rotary_delta[slots],
+        )
+        return rows
 
     def _spans(self, slots: np.ndarray) -> list[StateSpan]:
         """Of the next token of each slot, which marks a state if it ends a page."""
@@ -159,7 +169,10 @@ class TorchRunner:
         ]
 
     def draw(self, slots: np.ndarray, hidden: list[torch.Tensor]) -> Computed:
-        tokens, logprobs = self._sample(slots, torch.stack(hidden), np.zeros_like(slots))
+        return self._draw(slots, torch.stack(hidden))
+
+    def _draw(self, slots: np.ndarray, hidden_RD: torch.Tensor) -> Computed:
+        tokens, logprobs = self._sample(slots, hidden_RD, np.zeros_like(slots))
         self._table.last_token[slots] = tokens
         return Computed([[token] for token in tokens], [[logprob] for logprob in logprobs])
 
@@ -209,14 +222,15 @@ class TorchRunner:
         if self._states is not None:
             sizes = self._model.args.delta_args
             attend.states = self._states, StateRows.of(lengths, spans, sizes, self._device)
-        inputs = (torch.from_numpy(x).to(self._device) for x in (tokens_T, rotary))
+        inputs = [torch.from_numpy(x).to(self._device) for x in (tokens_T, rotary)]
+        sight, rows_I = seen or (None, None)
+        if rows_I is not None:
+            rows_I = torch.from_numpy(rows_I).to(self._device)
+        if self._experts is None:
+            return self._model(*inputs, attend, sight, rows_I)
         with recorded_experts(self._model) as chosen:
-            sight, rows_I = seen or (None, None)
-            if rows_I is not None:
-                rows_I = torch.from_numpy(rows_I).to(self._device)
             hidden_TD = self._model(*inputs, attend, sight, rows_I)
-        if self._experts is not None:
-            self._experts.write(attend.write_T, torch.stack(chosen, dim=1))
+        self._experts.write(attend.write_T, torch.stack(chosen, dim=1))
         return hidden_TD
 
 

@@ -33,6 +33,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -77,12 +78,12 @@ class PackedAttention:
     """
 
     def __init__(self, cu_seqlens: torch.Tensor, max_seqlen: int):
-        starts, lengths = _starts_and_lengths(cu_seqlens, max_seqlen)
+        lengths = _lengths(cu_seqlens, max_seqlen)
         self.num_tokens = int(lengths.sum())
         self.positions_T = _ranges(lengths).to(cu_seqlens.device)
         self._cu_seqlens = cu_seqlens.to(torch.int32)
         self._max_seqlen = int(lengths.max())
-        self._starts, self._lengths = starts, lengths
+        self._lengths = lengths
         used = lengths[lengths > 0]
         is_even = bool((used == self._max_seqlen).all())
         self._shape = (len(used), self._max_seqlen) if is_even else None
@@ -105,12 +106,7 @@ class PackedAttention:
             return self._by_packed_kernel(q_TNH, k_TKH, v_TKH, window, scale)
         if self._shape is not None:
             return _attend_rows(q_TNH, k_TKH, v_TKH, self._shape, window, scale)
-        rectangles, slot_T = self._rectangles
-        outputs = []
-        for tokens, shape in rectangles:
-            q, k, v = (x.index_select(0, tokens) for x in (q_TNH, k_TKH, v_TKH))
-            outputs.append(_attend_rows(q, k, v, shape, window, scale))
-        return torch.cat(outputs).index_select(0, slot_T)
+        return self._rectangles.attend(q_TNH, k_TKH, v_TKH, window, scale)
 
     def recur(self, layer: int, inputs: DeltaInputs, sizes: DeltaArgs) -> torch.Tensor:
         """The gated delta rule (delta_rule.py), each sequence from a state of zeros."""
@@ -147,12 +143,22 @@ class PackedAttention:
         return cast(torch.Tensor, out_TNH)  # no tuple: no log-sum-exp was requested
 
     @cached_property
-    def _rectangles(self) -> tuple[list[tuple[torch.Tensor, tuple[int, int]]], torch.Tensor]:
-        """Each rectangle's tokens and shape, and the index of each token's output in the
-        concatenated rectangles."""
-        starts, lengths, device = self._starts, self._lengths, self._cu_seqlens.device
-        slot_T = torch.empty(self.num_tokens, dtype=torch.int64)
-        rectangles = []
+    def _rectangles(self) -> Rectangles:
+        return Rectangles.of(self._lengths, self._cu_seqlens.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Rectangles:
+    """Sequences side by side, padded to rectangles of similar length."""
+
+    slots: list[tuple[torch.Tensor, tuple[int, int]]]  # index of the token in each slot, B and S
+    slot_T: torch.Tensor  # of each token's output, among the slots of all rectangles
+
+    @classmethod
+    def of(cls, lengths: torch.Tensor, device: torch.device) -> Rectangles:
+        starts = lengths.cumsum(0) - lengths
+        slot_T = torch.empty(int(lengths.sum()), dtype=torch.int64)
+        slots = []
         offset = 0
         for group in _groups_of_similar_length(lengths):
             size = int(lengths[group].max())
@@ -161,9 +167,27 @@ class PackedAttention:
             token_BS = starts[group, None] + column_S.clamp(max=lengths[group, None] - 1)
             real_BS = column_S < lengths[group, None]
             slot_T[token_BS[real_BS]] = offset + real_BS.flatten().nonzero().squeeze(1)
-            rectangles.append((token_BS.flatten().to(device), (len(group), size)))
+            slots.append((token_BS.flatten().to(device), (len(group), size)))
             offset += token_BS.numel()
-        return rectangles, slot_T.to(device)
+        return cls(slots, slot_T.to(device))
+
+    def attend(
+        self,
+        q_TNH: torch.Tensor,
+        k_TKH: torch.Tensor,
+        v_TKH: torch.Tensor,
+        window: int | None,
+        scale: float | None,
+    ) -> torch.Tensor:
+        outputs = []
+        for token, shape in self.slots:
+            q, k, v = (x.index_select(0, token) for x in (q_TNH, k_TKH, v_TKH))
+            outputs.append(_attend_rows(q, k, v, shape, window, scale))
+        return torch.cat(outputs).index_select(0, self.slot_T)
+
+    def num_scores(self) -> int:
+        """Pairs of a query and a key that are computed for a head."""
+        return sum(num_rows * size * size for _, (num_rows, size) in self.slots)
 
 
 @cache
@@ -256,16 +280,14 @@ def shares_heads(q_BNSH: torch.Tensor, k_BKSH: torch.Tensor) -> bool:
     return q_BNSH.shape[1] != k_BKSH.shape[1]
 
 
-def _starts_and_lengths(
-    cu_seqlens: torch.Tensor, max_seqlen: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _lengths(cu_seqlens: torch.Tensor, max_seqlen: int) -> torch.Tensor:
     bounds = cu_seqlens.to("cpu", torch.int64)
     lengths = bounds.diff()
     if bounds.ndim != 1 or len(bounds) < 2 or bounds[0] != 0 or (lengths < 0).any():
         raise ValueError(f"cu_seqlens must rise from 0, sequence by sequence: {bounds.tolist()}")
     if int(lengths.max()) > max_seqlen:
         raise ValueError(f"max_seqlen is {max_seqlen}, but a sequence has {int(lengths.max())}")
-    return bounds[:-1], lengths
+    return lengths
 
 
 def _groups_of_similar_length(lengths: torch.Tensor) -> list[torch.Tensor]:

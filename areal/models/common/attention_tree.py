@@ -7,6 +7,10 @@ against its keys. No score is computed that a mask would drop, and a group of an
 takes two calls, whatever its size. Windows, and dtypes the kernels lack (float32 on CUDA), use a
 mask, a block of queries at a time.
 
+On a CPU each segment is a call of its own, which takes longer than many small segments are worth:
+there short paths from a root to an end are attended side by side, as packed sequences are, and each
+token takes its output from the first path that it is on.
+
 The calls compute partial softmaxes with kernels that also return log-sum-exps:
 
     out_QNH, lse_NQ = attend_part(q_QNH, k_MKH, v_MKH, part, scale)
@@ -18,24 +22,28 @@ row sum of grad * out only. On CUDA these are the flash kernels for packed runs;
 kernel, run by run.
 
 Shape legend: T tokens of the tree (U in utils/prefix_tree.py), N query heads, K key-value heads,
-H head dim, Q queries of one call, M keys of it.
+H head dim, Q queries of one call, M keys of it, P tokens of all paths.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
-from areal.models.common.attention import masked_blocks
+from areal.models.common.attention import Rectangles, masked_blocks
 from areal.utils.prefix_tree import PrefixTree
 
 _aten = torch.ops.aten
 _Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 _QUERY_BLOCK = 1024  # queries whose mask exists at a time
+# Products of a query's and a key's numbers that a CPU computes in the time of one call of its
+# kernel, forward and backward: measured with heads of 16 and 64 dims.
+_CALL = 800_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,11 +166,7 @@ class TreeAttention:
         self._subtree_end_T = torch.as_tensor(
             tree.subtree_ends_G.repeat(tree.lengths_G), device=device
         )
-        counts = tree.lengths_G.tolist()
-        self._within = Part.of(counts, counts, device, causal=True)
-        self._above = [
-            _level(tree, level, device) for level in range(int(tree.levels_G.max(initial=0)))
-        ]
+        self._tree = tree
 
     def __call__(
         self,
@@ -176,21 +180,67 @@ class TreeAttention:
     ) -> torch.Tensor:
         if len(q_TNH) != self.num_tokens:
             raise ValueError(f"the tree has {self.num_tokens} tokens, got {len(q_TNH)}")
+        if self._paths_pay(q_TNH, window):
+            return self.by_paths(q_TNH, k_TKH, v_TKH, window, scale)
         if window is None and has_kernel(q_TNH):
-            return _BySegments.apply(q_TNH, k_TKH, v_TKH, self._within, self._above, scale)
-        return self.by_mask(q_TNH, k_TKH, v_TKH, window=window, scale=scale)
+            return self.by_segments(q_TNH, k_TKH, v_TKH, scale)
+        return self.by_mask(q_TNH, k_TKH, v_TKH, window, scale)
 
-    def by_mask(
+    def _paths_pay(self, q_TNH: torch.Tensor, window: int | None) -> bool:
+        """Whether calls of the CPU's kernel cost more than computing shared scores again."""
+        if q_TNH.is_cuda:
+            return False
+        num_runs, num_scores = self._tree.num_runs(), self._tree.num_scores()
+        if window is not None:
+            num_runs, num_scores = 0, self.num_tokens**2
+        more = self._paths.num_scores() - num_scores
+        return more * q_TNH.shape[1] * q_TNH.shape[2] <= num_runs * _CALL
+
+    def by_paths(
         self,
-        q_TNH: torch.Tensor,
-        k_TKH: torch.Tensor,
-        v_TKH: torch.Tensor,
-        *,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
         window: int | None,
         scale: float | None,
     ) -> torch.Tensor:
-        q_NTH, k_KTH, v_KTH = (x.transpose(0, 1)[None] for x in (q_TNH, k_TKH, v_TKH))
-        place_T = torch.arange(self.num_tokens, device=q_TNH.device)
+        return self._paths.attend(q, k, v, window, scale)
+
+    def by_segments(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None
+    ) -> torch.Tensor:
+        return _BySegments.apply(q, k, v, *self._segments, scale)
+
+    @cached_property
+    def _segments(self) -> tuple[Part, list[_Level]]:
+        tree, device = self._tree, self.positions_T.device
+        counts = tree.lengths_G.tolist()
+        levels = range(int(tree.levels_G.max(initial=0)))
+        return (
+            Part.of(counts, counts, device, causal=True),
+            [_level(tree, level, device) for level in levels],
+        )
+
+    @cached_property
+    def _paths(self) -> Rectangles:
+        paths, device = self._tree.paths(), self.positions_T.device
+        token_P, first_T = (
+            torch.as_tensor(places, device=device) for places in (paths.token_P, paths.first_U)
+        )
+        rows = Rectangles.of(torch.from_numpy(paths.lengths), device)
+        slots = [(token_P[place], shape) for place, shape in rows.slots]
+        return Rectangles(slots, rows.slot_T[first_T])
+
+    def by_mask(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        window: int | None,
+        scale: float | None,
+    ) -> torch.Tensor:
+        q_NTH, k_KTH, v_KTH = (x.transpose(0, 1)[None] for x in (q, k, v))
+        place_T = torch.arange(self.num_tokens, device=q.device)
 
         def sees(start: int, end: int) -> tuple[int, torch.Tensor]:
             query_Q1, key_M = place_T[start:end, None], place_T[:end]
