@@ -244,7 +244,8 @@ def prefill_variants(case: Case, layers: PagedLayers, defaults: bool) -> list[Va
         return Variant(f"prefill_{case.name}", label, run)
 
     group = case.num_heads // case.num_kv_heads
-    tiles = prefill.tiles_for(longest, group, case.head_dim, DTYPE, device_of(DEVICE))
+    context = layers.table.shape[1] * PAGE_SIZE
+    tiles = prefill.tiles_for(longest, context, group, case.head_dim, DTYPE, device_of(DEVICE))
     variants = [variant(f"default: {describe(tiles)}", tiles)]
     for shape in () if defaults else PREFILL_SHAPES:
         tiles = prefill.PrefillTiles(*shape)

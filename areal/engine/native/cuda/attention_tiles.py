@@ -5,10 +5,14 @@ tile of TILE tokens is TILE / page_size pieces of page_size * H elements, read i
 The pages of a tile are looked up while the previous tile is computed, so that addresses are ready
 when its loads are issued. The softmax is online, in float32 and in base 2.
 
+An FP8 cache is read in pairs, columns 2 p and 2 p + 1 as one element of 16 bits: a tile that lies
+across the direction of a product reaches the tensor cores in elements of 16 bits by one instruction
+for many, and else byte by byte. Even and odd columns are two products of half the width.
+
 A tile is `padded(head_dim)` wide, a power of two; the columns past the head are zeros that are
 never read from memory. So heads of 80 or 96 cost the products of 128, but move their own bytes.
 
-Shapes in the kernels: M query rows, T tokens of a tile, H head dim, padded.
+Shapes in the kernels: M query rows, T tokens of a tile, H head dim, padded, P = H / 2.
 """
 
 from __future__ import annotations
@@ -17,10 +21,21 @@ import math
 
 import triton
 import triton.language as tl
+from triton import knobs
 
 from areal.models.common.fp8_kernels import power_of_two_scale
 
 _MIN_WIDTH = 16  # of a tensor-core product
+_PAIRS = tl.constexpr(tl.pointer_type(tl.int16))
+_INTERPRETED = tl.constexpr(knobs.runtime.interpret)
+# Of two pairs, (a0, b0) and (a1, b1): (a0, a1) and (b0, b1) in float16, by three instructions.
+_UNPACK = tl.constexpr("""{
+    .reg .b32 bytes; .reg .b16 even, odd;
+    prmt.b32 bytes, $2, 0, 0x3120;
+    mov.b32 {even, odd}, bytes;
+    cvt.rn.f16x2.e4m3x2 $0, even;
+    cvt.rn.f16x2.e4m3x2 $1, odd;
+}""")
 MAX_SUMS = 128 * 256  # float32 of a program: half of the registers of a multiprocessor
 
 
@@ -56,6 +71,38 @@ def _float16_rows(q_MH):
 
 
 @triton.jit
+def _halves(x_MH):
+    """Even and odd columns, [M, H / 2] each."""
+    return tl.split(tl.reshape(x_MH, (x_MH.shape[0], x_MH.shape[1] // 2, 2)))
+
+
+@triton.jit
+def _unpack(pairs_TP, dtype: tl.constexpr):
+    """FP8 numbers of the even and of the odd columns."""
+    if dtype == tl.float16 and not _INTERPRETED:
+        even_TP, odd_TP = tl.inline_asm_elementwise(
+            _UNPACK.value, "=r,=r,r", [pairs_TP], (tl.float16, tl.float16), is_pure=True, pack=2
+        )
+    else:
+        even_TP = (pairs_TP & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(dtype)
+        odd_TP = ((pairs_TP >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(dtype)
+    return even_TP, odd_TP
+
+
+@triton.jit
+def _weigh(score_MT, max_M, sum_M, WINDOWED: tl.constexpr):
+    """exp2 of the scores over the largest so far; (max, sum) with them, and by how much this
+    shrinks what was summed before."""
+    new_max_M = tl.maximum(max_M, tl.max(score_MT, 1))
+    shift_M = new_max_M
+    if WINDOWED:  # a row may see nothing yet: -inf - -inf would be NaN
+        shift_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
+    weight_MT = tl.exp2(score_MT - shift_M[:, None])
+    shrink_M = tl.exp2(max_M - shift_M)
+    return weight_MT, shrink_M, new_max_M, sum_M * shrink_M + tl.sum(weight_MT, 1)
+
+
+@triton.jit
 def attend_tiles(
     q_MH,
     position_M,
@@ -84,52 +131,57 @@ def attend_tiles(
     A row sees positions up to its own, with WINDOWED the last `window` of them. With MASKED=False
     these are whole tiles, and every key must be visible to every row.
     """
-    dim_H = tl.arange(0, q_MH.shape[1])
-    tile_T = tl.arange(0, TILE)
-    if key_scales is not None:
+    FP8: tl.constexpr = key_scales is not None  # pyright: ignore[reportAssignmentType]  # Triton's
+    PACKED: tl.constexpr = FP8 + 1  # numbers of an element
+    if FP8:
+        keys, values = keys.to(_PAIRS), values.to(_PAIRS)
         q_MH, q_factor_M = _float16_rows(q_MH)  # pyright: ignore[reportGeneralTypeIssues]  # inlined
         q_factor_M *= scale_log2e
+        q_even_MP, q_odd_MP = _halves(q_MH)  # pyright: ignore[reportGeneralTypeIssues]
+        even_MP, odd_MP = _halves(acc_MH)  # pyright: ignore[reportGeneralTypeIssues]
+    dim_H = tl.arange(0, q_MH.shape[1] // PACKED)
+    tile_T = tl.arange(0, TILE)
+    page_tokens = page_stride // HEAD_DIM
     token_T = tl.minimum(begin + tile_T, newest)
     page_T = tl.load(pages + token_T // PAGE_SIZE)
     for start in range(begin, end, TILE):
         # Positions past the newest token read the newest again, never undefined memory.
-        element_T = page_T.to(tl.int64) * page_stride + (token_T % PAGE_SIZE) * HEAD_DIM
-        element_TH = element_T[:, None] + dim_H[None, :]
-        k_TH = load_heads(keys + element_TH, dim_H, HEAD_DIM)
-        v_TH = load_heads(values + element_TH, dim_H, HEAD_DIM)
-        if key_scales is not None:
-            scale_T = element_T // HEAD_DIM
-            k_scale_T = tl.load(key_scales + scale_T)
-            v_scale_T = tl.load(value_scales + scale_T)
+        place_T = page_T.to(tl.int64) * page_tokens + token_T % PAGE_SIZE
+        element_TH = (place_T * (HEAD_DIM // PACKED))[:, None] + dim_H[None, :]
+        k_TH = load_heads(keys + element_TH, dim_H, HEAD_DIM // PACKED)
+        v_TH = load_heads(values + element_TH, dim_H, HEAD_DIM // PACKED)
+        if FP8:
+            k_scale_T = tl.load(key_scales + place_T)
+            v_scale_T = tl.load(value_scales + place_T)
             top_scale = tl.max(v_scale_T, 0)
-            k_TH, v_TH = k_TH.to(q_MH.dtype), v_TH.to(q_MH.dtype)
         token_T = tl.minimum(start + TILE + tile_T, newest)
         page_T = tl.load(pages + token_T // PAGE_SIZE)
 
-        score_MT = tl.dot(q_MH, tl.trans(k_TH), input_precision="ieee")
-        if key_scales is None:
-            score_MT *= scale_log2e
-        else:
+        if FP8:
+            k_even_TP, k_odd_TP = _unpack(k_TH, q_MH.dtype)  # pyright: ignore[reportGeneralTypeIssues]
+            score_MT = tl.dot(q_even_MP, tl.trans(k_even_TP), input_precision="ieee")
+            score_MT = tl.dot(q_odd_MP, tl.trans(k_odd_TP), score_MT, input_precision="ieee")
             score_MT *= q_factor_M[:, None] * k_scale_T[None, :]
+        else:
+            score_MT = tl.dot(q_MH, tl.trans(k_TH), input_precision="ieee")
+            score_MT *= scale_log2e
         if MASKED:
             seen_MT = (start + tile_T)[None, :] <= position_M[:, None]
             if WINDOWED:
                 seen_MT &= (start + tile_T)[None, :] > position_M[:, None] - window
             score_MT = tl.where(seen_MT, score_MT, float("-inf"))
-        new_max_M = tl.maximum(max_M, tl.max(score_MT, 1))
-        shift_M = new_max_M
-        if WINDOWED:  # a row may see nothing yet: -inf - -inf would be NaN
-            shift_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
-        weight_MT = tl.exp2(score_MT - shift_M[:, None])
-        shrink_M = tl.exp2(max_M - shift_M)
-        sum_M = sum_M * shrink_M + tl.sum(weight_MT, 1)
-        acc_MH = acc_MH * shrink_M[:, None]
-        if key_scales is None:
-            acc_MH = tl.dot(weight_MT.to(v_TH.dtype), v_TH, acc_MH, input_precision="ieee")
-        else:
+        weight_MT, shrink_M, max_M, sum_M = _weigh(score_MT, max_M, sum_M, WINDOWED)  # pyright: ignore[reportGeneralTypeIssues]
+        if FP8:
             # At most 1, which float16 has room for.
-            weight_MT *= (v_scale_T / top_scale)[None, :]
-            out_MH = tl.dot(weight_MT.to(v_TH.dtype), v_TH, input_precision="ieee")
-            acc_MH += out_MH * top_scale
-        max_M = new_max_M
+            weight_MT = (weight_MT * (v_scale_T * (1 / top_scale))[None, :]).to(q_MH.dtype)
+            v_even_TP, v_odd_TP = _unpack(v_TH, q_MH.dtype)  # pyright: ignore[reportGeneralTypeIssues]
+            new_even_MP = tl.dot(weight_MT, v_even_TP, input_precision="ieee")
+            new_odd_MP = tl.dot(weight_MT, v_odd_TP, input_precision="ieee")
+            even_MP = even_MP * shrink_M[:, None] + new_even_MP * top_scale
+            odd_MP = odd_MP * shrink_M[:, None] + new_odd_MP * top_scale
+        else:
+            acc_MH = acc_MH * shrink_M[:, None]
+            acc_MH = tl.dot(weight_MT.to(v_TH.dtype), v_TH, acc_MH, input_precision="ieee")
+    if FP8:
+        acc_MH = tl.reshape(tl.join(even_MP, odd_MP), acc_MH.shape)
     return max_M, sum_M, acc_MH

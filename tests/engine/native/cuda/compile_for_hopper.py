@@ -32,6 +32,7 @@ _GEMMA = {"sliding_window": 32, "sliding_window_pattern": 2, "num_hidden_layers"
 MODELS = {  # family, overrides of its tiny config
     "qwen3": ("qwen3", {"head_dim": 64}),
     "adapters": ("qwen3", {"head_dim": 64}),
+    "fp8": ("qwen3", {"head_dim": 128}),
     # The shape of gemma-3-1b, and the softcap that its family may have.
     "gemma3": (
         "gemma3_text",
@@ -55,6 +56,7 @@ MODELS = {  # family, overrides of its tiny config
 FILES = {
     "hybrid": ("delta_chunk_kernels", "delta_conv_kernels", "hybrid_kernels"),
     "adapters": ("adapter_linear",),
+    "fp8": ("decode_attention", "prefill_attention", "prompt_attention"),
 }
 TYPES = {
     torch.float32: "*fp32",
@@ -142,6 +144,8 @@ def main() -> None:
         family, overrides = MODELS[name]
         shape = {"hidden_size": 128, "num_hidden_layers": 1} | overrides
         model = tiny_model(family, **shape).bfloat16()
+        if name == "fp8":
+            model.store_in_fp8()
         num_states = None
         if model.args.delta is not None:
             num_states = 8

@@ -30,7 +30,8 @@ def check(
     max_rows = max(rows for _, rows in chunks)
     if tiles is None and device.type == "cpu":
         # The interpreter computes in float32; the tiles it is to prove are those of bfloat16.
-        tiles = tiles_for(max_rows, group, q_TNH.shape[2], torch.bfloat16, HOPPER)
+        context = world.table_SP.shape[1] * shape["page_size"]
+        tiles = tiles_for(max_rows, context, group, q_TNH.shape[2], torch.bfloat16, HOPPER)
     prefill_attention(
         q_TNH,
         world.keys,
@@ -109,7 +110,7 @@ def test_prompts_that_share_their_first_pages(dtype, device):
 def test_the_tiles_of_float32(device):
     group = 20  # a tile holds at least one row
     shape = {"num_kv_heads": 1, "head_dim": 64, "page_size": 16}
-    tiles = tiles_for(5, group, 64, torch.float32, HOPPER)
+    tiles = tiles_for(5, 80, group, 64, torch.float32, HOPPER)
     assert tiles.pairs == 32
     chunks = [(0, 5), (64, 2)]
     check(chunks, group=group, dtype=torch.float32, device=device, tiles=tiles, **shape)
@@ -117,8 +118,12 @@ def test_the_tiles_of_float32(device):
 
 def test_short_chunks_take_small_tiles():
     sizes = (1, 2, 3, 10, 11, 4096)
-    pairs = [tiles_for(rows, 6, 128, torch.bfloat16, HOPPER).pairs for rows in sizes]
+    pairs = [tiles_for(rows, 4096, 6, 128, torch.bfloat16, HOPPER).pairs for rows in sizes]
     assert pairs == [16, 16, 64, 64, 128, 128]
+    # And so do those of a short context, but for wide heads.
+    shapes = [(1024, 64), (1024, 128), (1025, 128), (256, 192)]
+    tiles = [tiles_for(256, *(c, 6, dim), torch.bfloat16, HOPPER) for c, dim in shapes]
+    assert [(t.pairs, t.keys) for t in tiles] == [(64, 64), (64, 32), (128, 64), (128, 64)]
 
 
 @pytest.mark.parametrize("kilobytes", [100, 164, 228])  # an RTX 4090, an A100, an H100
@@ -126,8 +131,9 @@ def test_short_chunks_take_small_tiles():
 @pytest.mark.parametrize("group", [1, 4, 16])
 def test_tiles_fit_into_shared_memory(group, head_dim, kilobytes):
     device = Device(num_processors=100, shared_bytes=kilobytes * 1024, max_warps=48)
-    for max_rows, dtype in itertools.product((1, 8, 2048), (torch.bfloat16, torch.float32)):
-        tiles = tiles_for(max_rows, group, head_dim, dtype, device)
+    dtypes = (torch.bfloat16, torch.float32)
+    for max_rows, dtype, fp8 in itertools.product((1, 8, 256, 2048), dtypes, (False, True)):
+        tiles = tiles_for(max_rows, max_rows, group, head_dim, dtype, device, fp8=fp8)
         row_bytes = padded(head_dim) * dtype.itemsize
         used = (tiles.pairs + 2 * tiles.keys * tiles.num_stages) * row_bytes
         assert used <= device.program_bytes
