@@ -11,9 +11,8 @@ from typing import Any
 
 from areal.api.json_text import loads
 from areal.openai.apis import CHAT_APIS
-from areal.openai.replies import ChatReader
+from areal.openai.replies import ChatReader, Completion, ReplyHead
 from areal.openai.requests import parse_chat
-from areal.openai.streams import Completion, ReplyHead
 
 Events = list[dict[str, Any]]
 

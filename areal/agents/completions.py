@@ -40,9 +40,8 @@ from areal.openai.errors import WireError, refusal
 from areal.openai.grammars import reply_grammar
 from areal.openai.parsing.parser import begins_in_reasoning
 from areal.openai.prompts import chat_prompt_ids, chat_prompt_text
-from areal.openai.replies import ChatReader, chat_message
+from areal.openai.replies import ChatReader, Completion, ReplyHead, chat_message
 from areal.openai.requests import ChatCall, CompletionCall, check_servable, parse_chat
-from areal.openai.streams import Completion, ReplyHead
 from areal.utils import logging
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from areal.openai.errors import WireError
-from areal.openai.streams import Encoder, EventFormat, Usage, WireEvent
+from areal.openai.replies import Usage
+from areal.openai.streams import Encoder, EventFormat, WireEvent
 
 
 class ReplyStream:

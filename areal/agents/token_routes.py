@@ -24,9 +24,8 @@ from areal.api.io_struct import ModelRequest
 from areal.api.json_text import dumps
 from areal.openai.apis import Api
 from areal.openai.errors import WireError
-from areal.openai.replies import TextReader
+from areal.openai.replies import Completion, ReplyHead, TextReader
 from areal.openai.requests import CompletionCall, parse_completion, parse_generate
-from areal.openai.streams import Completion, ReplyHead
 
 if TYPE_CHECKING:
     from areal.agents.session import Session, SessionOptions

@@ -316,19 +316,29 @@ class InferenceEngine(ABC):
         drop_incomplete_group: bool = False,
     ) -> int:
         """Queue one row for `workflow`; returns its task id. Does not wait."""
-        self._refuse_episodes("submit")
+        return self._executor_for("submit").submit(
+            data,
+            workflow,
+            workflow_kwargs,
+            should_accept_fn,
+            group_size,
+            task_id,
+            is_eval,
+            reward_normalization,
+            drop_incomplete_group,
+        )
 
     def wait(
         self, count: int, timeout: float | None = None, raise_timeout: bool = True
     ) -> list[Trajectory | None]:
         """Results of `count` submitted rows; None is a rejection."""
-        self._refuse_episodes("wait")
+        return self._executor_for("wait").wait(count, timeout, raise_timeout)
 
     def wait_for_task(
         self, task_id: int, timeout: float | None = None, raise_timeout: bool = True
     ) -> Trajectory | None:
         """The result of one submitted row."""
-        self._refuse_episodes("wait_for_task")
+        return self._executor_for("wait_for_task").wait_for_task(task_id, timeout, raise_timeout)
 
     def rollout_batch(
         self,
@@ -356,11 +366,15 @@ class InferenceEngine(ABC):
 
     def pause(self) -> None:
         """Start no more episodes; running ones continue."""
-        self._refuse_episodes("pause")
+        self._executor_for("pause").pause()
 
     def resume(self) -> None:
         """Undo `pause`."""
-        self._refuse_episodes("resume")
+        self._executor_for("resume").resume()
+
+    def _executor_for(self, call: str) -> Any:
+        """The WorkflowExecutor of an engine that runs episodes; `call` is the method that asks."""
+        self._refuse_episodes(call)
 
     def _refuse_episodes(self, call: str) -> NoReturn:
         raise NotImplementedError(

@@ -13,6 +13,7 @@ Calls block and have a deadline; calls to different workers may come from differ
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -127,7 +128,6 @@ class Scheduler(ABC):
     def delete_workers(self, role: str | None = None) -> None:
         """End the workers of `role`, or all."""
 
-    @abstractmethod
     def create_engine(
         self,
         worker_id: str,
@@ -138,8 +138,11 @@ class Scheduler(ABC):
         **kwargs: Any,
     ) -> None:
         """Build the class at the import path `engine` inside the worker, as `engine_name`."""
+        try:
+            self._exchange(worker_id, ("create", engine, engine_name, args, kwargs), timeout_s)
+        except EngineCallError as error:
+            raise EngineCreationError(worker_id, error.reason) from error.__cause__
 
-    @abstractmethod
     def call_engine(
         self,
         worker_id: str,
@@ -151,13 +154,26 @@ class Scheduler(ABC):
     ) -> Any:
         """Call a method of an engine in a worker and wait. EngineCallError has its exception as
         `__cause__`, WorkerFailedError the tail of an ended process's output."""
+        return self._exchange(worker_id, ("call", method, engine_name, args, kwargs), timeout_s)
 
-    @abstractmethod
     async def acall_engine(
         self, worker_id: str, method: str, engine_name: str, *args: Any, timeout_s: float | None
     ) -> Any:
         """As `call_engine`, for a coroutine of an engine in a worker of an overlapping job: many
         calls may be in flight. Always from the same event loop."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._exchange_async(worker_id, (method, engine_name, args))
+        except TimeoutError:
+            raise WorkerTimeoutError(worker_id, f"no answer within {timeout_s:g} s") from None
+
+    @abstractmethod
+    def _exchange(self, worker_id: str, order: tuple[Any, ...], timeout_s: float) -> Any:
+        """The result of one order (`infra/worker.py`), waited for at most `timeout_s`."""
+
+    @abstractmethod
+    async def _exchange_async(self, worker_id: str, order: tuple[Any, ...]) -> Any:
+        """The result of one call of an overlapping job."""
 
 
 class SchedulerError(RuntimeError):

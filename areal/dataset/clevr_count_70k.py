@@ -19,13 +19,8 @@ def get_clevr_count_70k_rl_dataset(
     path: str, split: str, tokenizer: Any, max_length: int | None = None, processor: Any = None
 ) -> ImageRows:
     """{"messages", "images", "answer"}, as in `image_rows`."""
-    return load_image_rows(
-        ImageSource(HUB_NAME if path == "clevr_count_70k" else path),
-        split=split,
-        instruction=INSTRUCTION,
-        tokenizer=tokenizer if processor is None else processor.tokenizer,
-        max_length=max_length,
-    )
+    source = ImageSource(HUB_NAME if path == "clevr_count_70k" else path)
+    return load_image_rows(source, split, INSTRUCTION, tokenizer, max_length, processor)
 
 
 def get_clevr_count_70k_sft_dataset(

@@ -78,6 +78,7 @@ class ImageSource:
     """A table, and the names of its columns."""
 
     path: str
+    table_path: str | None = None  # of the table, if that is not `path`
     images: str = "images"
     question: str = "problem"
     answer: str = "answer"
@@ -92,18 +93,17 @@ class ImageSource:
 
 def load_image_rows(
     source: ImageSource,
-    *,
     split: str,
     instruction: str,
     tokenizer: Any,
     max_length: int | None,
-    table_path: str | None = None,
+    processor: Any,
 ) -> ImageRows:
-    """Rows of `split` whose text has at most `max_length` tokens; image tokens are not counted.
-
-    The table is at `table_path` if that is not the path of the source.
-    """
-    table = open_rows(table_path or source.path, split=split, columns=source.columns)
+    """Rows of `split` whose text has at most `max_length` tokens, by the tokenizer of `processor`
+    if there is one; image tokens are not counted."""
+    if processor is not None:
+        tokenizer = processor.tokenizer
+    table = open_rows(source.table_path or source.path, split=split, columns=source.columns)
     if not isinstance(table, TableRows):
         raise ValueError(
             f"dataset.path: {source.path!r} is JSON-lines, which holds no images; expected Parquet "

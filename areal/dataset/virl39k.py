@@ -37,19 +37,13 @@ def get_virl39k_rl_dataset(
     held_out = wants_held_out(split)
     source = ImageSource(
         path,
+        table_path=str(table),
         images="image",
         question="question",
         read_image=partial(_read_below, folder.resolve()),
         keep=lambda question: is_held_out(question) == held_out,
     )
-    return load_image_rows(
-        source,
-        split=split,
-        instruction=INSTRUCTION,
-        tokenizer=tokenizer if processor is None else processor.tokenizer,
-        max_length=max_length,
-        table_path=str(table),
-    )
+    return load_image_rows(source, split, INSTRUCTION, tokenizer, max_length, processor)
 
 
 def get_virl39k_sft_dataset(

@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from areal.api.scheduler_api import EngineCallError, EngineCreationError
+from areal.api.scheduler_api import EngineCallError
 from areal.utils import perf_tracer, stacks
 from areal.utils.channel import AsyncChannel, Channel, Part
 from areal.utils.import_path import load
@@ -96,10 +96,6 @@ class Answer:
     def of_error(cls, error: Exception) -> Answer:
         """Inside its `except` block."""
         return cls(None, _travelling(error), traceback.format_exc(), time.time())
-
-    def raise_if_not_created(self, worker_id: str) -> None:
-        if self.error is not None:
-            raise EngineCreationError(worker_id, self.traceback) from self.error
 
     def result_or_raise(self, worker_id: str) -> Any:
         if self.error is not None:

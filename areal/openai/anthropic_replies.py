@@ -11,9 +11,9 @@ from typing import Any
 from areal.api.json_text import dumps, loads_written
 from areal.openai.errors import WireError
 from areal.openai.parsing.parser import Content, Event, Reasoning, ToolCall
-from areal.openai.replies import ChatOutput, usage_of
+from areal.openai.replies import ChatOutput, Completion, ReplyHead, Usage, usage_of
 from areal.openai.requests import ChatCall
-from areal.openai.streams import Completion, PartEncoder, ReplyHead, Usage, WireEvent
+from areal.openai.streams import PartEncoder, WireEvent
 
 _ERROR_TYPES = {
     401: "authentication_error",

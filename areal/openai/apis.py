@@ -18,15 +18,19 @@ from areal.openai import (
     responses_requests,
 )
 from areal.openai.errors import WireError, error_body
-from areal.openai.replies import chat_reply, completion_reply, generate_reply
-from areal.openai.requests import ChatBody, ChatCall, CompletionBody, CompletionCall, GenerateBody
+from areal.openai.replies import (
+    Completion,
+    ReplyHead,
+    chat_reply,
+    completion_reply,
+    generate_reply,
+)
+from areal.openai.requests import ChatBody, CompletionBody, GenerateBody
 from areal.openai.streams import (
     DATA_EVENTS,
     ChatEncoder,
-    Completion,
     Encoder,
     EventFormat,
-    ReplyHead,
     TextEncoder,
     named_event,
 )
@@ -56,33 +60,12 @@ class ChatApi(Api):
     chat_body: Callable[[dict[str, Any], InteractionCache | None], dict[str, Any]]
 
 
-def _chat_of(done: Completion[ChatCall]) -> dict[str, Any]:
-    head = done.head
-    return chat_reply(
-        head.call, head.id, head.created, done.outputs, head.num_prompt_tokens, head.tokenizer,
-        prompt_ids=head.prompt_ids, cached_tokens=done.cached_tokens,
-    )  # fmt: skip
-
-
-def _completion_of(done: Completion[CompletionCall]) -> dict[str, Any]:
-    head = done.head
-    return completion_reply(
-        head.call, head.id, head.created, done.outputs, head.num_prompt_tokens, head.tokenizer,
-        prompts=head.prompts, cached_tokens=done.cached_tokens,
-    )  # fmt: skip
-
-
-def _generation_of(done: Completion[CompletionCall]) -> dict[str, Any]:
-    head = done.head
-    return generate_reply(head.call, head.asked.get("request_id") or head.id, done.outputs)
-
-
 CHAT_APIS = {
     "/v1/chat/completions": ChatApi(
         id_prefix="chatcmpl-",
         body=ChatBody,
         chat_body=lambda body, cache: body,
-        reply=_chat_of,
+        reply=chat_reply,
         encoder=ChatEncoder,
         events=DATA_EVENTS,
     ),
@@ -108,14 +91,14 @@ PROMPT_APIS = {  # of prompts that are no chats
     "/v1/completions": Api(
         id_prefix="cmpl-",
         body=CompletionBody,
-        reply=_completion_of,
+        reply=completion_reply,
         encoder=TextEncoder,
         events=DATA_EVENTS,
     ),
     "/inference/v1/generate": Api(  # never streamed
         id_prefix="gen-",
         body=GenerateBody,
-        reply=_generation_of,
+        reply=generate_reply,
         encoder=TextEncoder,
         events=DATA_EVENTS,
     ),

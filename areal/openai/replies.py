@@ -1,10 +1,11 @@
 """Replies and stream chunks of the chat and completion API, as dicts ready for JSON.
 
+    head = ReplyHead(body, call, "chatcmpl-1", created, [prompt_ids], tokenizer)
     reader = ChatReader(call, tokenizer, tool_format="hermes", stop_ids=frozenset([2]))
-    stream.push(reader.push([5, 7]), [5, 7], logprobs)            # chunks of a `ChatStream`
+    stream.push(reader.push([5, 7]), [5, 7], logprobs)            # chunks of a `ChatStream(head)`
     ...
     reader.finish()
-    chat_reply(call, ..., [reader.output(tokens, logprobs, "stop")], ...)
+    chat_reply(Completion(head, [reader.output(tokens, logprobs, "stop")]))
 
 One `Output` or `ChatOutput` is one choice. Invariant: the chunks of a choice join to what the whole
 reply says of it, however its tokens are cut into pushes. `tokenizer` of a reply is used only where
@@ -15,7 +16,7 @@ token that the text does not show.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from areal.api.config.inference import GenerationHyperparameters
@@ -34,6 +35,8 @@ from areal.openai.requests import ChatCall, CompletionCall
 from areal.openai.text_stream import TextStream, token_bytes, token_text
 
 Chunk = dict[str, Any]
+Usage = dict[str, Any]  # see usage_of
+C = TypeVar("C", ChatCall, CompletionCall)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,51 @@ class ChatOutput:
     def finish_reason(self) -> str:
         has_calls = any(isinstance(part, ToolCall) for part in self.parts)
         return finish_reason(self.stop_reason, has_calls=has_calls)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyHead(Generic[C]):
+    """What is known of a reply before its first token."""
+
+    asked: dict[str, Any]  # the request body, in its API's format
+    call: C
+    id: str
+    created: int  # Unix seconds
+    prompts: list[list[int]]  # one, if it is a chat
+    tokenizer: Any
+    choice: int = 0  # of which choice, for an Encoder
+
+    def of_choice(self, choice: int) -> ReplyHead[C]:
+        return replace(self, choice=choice)
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """Each prompt has `n_samples` choices."""
+        return self.prompts[self.choice // self.call.gconfig.n_samples]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+    def num_cached(self, found: Sequence[int]) -> int:
+        """Tokens of all prompts, by what each choice found. The samples of a prompt compute it
+        once: the first of them found the least."""
+        n = self.call.gconfig.n_samples
+        return sum(min(found[start : start + n]) for start in range(0, len(found), n))
+
+
+@dataclass(frozen=True, slots=True)
+class Completion(Generic[C]):
+    """All that was sampled for one call, whatever its API."""
+
+    head: ReplyHead[C]
+    outputs: Sequence[Any]  # of the choices: ChatOutput, or Output if it is no chat
+    cached_tokens: int = 0  # of the prompts
+
+    @property
+    def usage(self) -> Usage:
+        num_sampled = sum(len(output.token_ids) for output in self.outputs)
+        return usage_of(self.head.num_prompt_tokens, num_sampled, self.cached_tokens)
 
 
 _NO_ECHO = Echo("", [], [], None)
@@ -185,25 +233,15 @@ class ChatReader:
         return isinstance(event, ToolCall) and event.index >= (self._max_calls or 0)
 
 
-def chat_reply(
-    call: ChatCall,
-    completion_id: str,
-    created: int,
-    outputs: Sequence[ChatOutput],
-    prompt_tokens: int,
-    tokenizer: Any,
-    *,
-    prompt_ids: list[int] | None = None,
-    cached_tokens: int = 0,
-) -> dict[str, Any]:
-    """`created` in Unix seconds. `prompt_ids` are told to who asks for token ids."""
-    choices = []
-    for index, output in enumerate(outputs):
+def chat_reply(done: Completion[ChatCall]) -> dict[str, Any]:
+    """The prompt's ids are told to who asks for token ids."""
+    head, call, choices = done.head, done.head.call, []
+    for index, output in enumerate(done.outputs):
         choices.append(
             {
                 "index": index,
                 "message": chat_message(output.parts),
-                "logprobs": chat_logprobs(tokenizer, output.token_ids, output.logprobs)
+                "logprobs": chat_logprobs(head.tokenizer, output.token_ids, output.logprobs)
                 if call.logprobs
                 else None,
                 "finish_reason": output.finish_reason,
@@ -212,10 +250,10 @@ def chat_reply(
             }
         )
     return {
-        **_head(call, completion_id, created, "chat.completion"),
-        **({"prompt_token_ids": prompt_ids} if call.return_token_ids else {}),
+        **_head(call, head.id, head.created, "chat.completion"),
+        **({"prompt_token_ids": head.prompt_ids} if call.return_token_ids else {}),
         "choices": choices,
-        "usage": _usage(outputs, prompt_tokens, cached_tokens),
+        "usage": done.usage,
     }
 
 
@@ -230,27 +268,15 @@ def chat_message(parts: Sequence[Event]) -> dict[str, Any]:
     return message
 
 
-def completion_reply(
-    call: CompletionCall,
-    completion_id: str,
-    created: int,
-    outputs: Sequence[Output],
-    prompt_tokens: int,
-    tokenizer: Any,
-    *,
-    prompts: Sequence[list[int]] = (),
-    cached_tokens: int = 0,
-) -> dict[str, Any]:
-    """`outputs` in prompt order, n per prompt; `prompt_tokens` is the sum over all prompts.
-
-    `prompts` are told to who asks for token ids.
-    """
-    choices = []
-    for index, output in enumerate(outputs):
+def completion_reply(done: Completion[CompletionCall]) -> dict[str, Any]:
+    """Outputs in prompt order, n per prompt. The prompts are told to who asks for token ids."""
+    head, call, choices = done.head, done.head.call, []
+    for index, output in enumerate(done.outputs):
         logprobs, echo = None, output.echo or _NO_ECHO
         if call.logprobs:
             tokens = [*echo.token_ids, *output.token_ids]
-            logprobs = completion_logprobs(tokenizer, tokens, [*echo.logprobs, *output.logprobs])
+            values = [*echo.logprobs, *output.logprobs]
+            logprobs = completion_logprobs(head.tokenizer, tokens, values)
             logprobs["top_logprobs"] = echo.top
         choices.append(
             {
@@ -262,35 +288,23 @@ def completion_reply(
             }
         )
         if call.return_token_ids:
-            prompt = prompts[index // call.gconfig.n_samples]
-            choices[-1] |= {"prompt_token_ids": prompt, "token_ids": output.token_ids}
+            prompt_ids = head.of_choice(index).prompt_ids
+            choices[-1] |= {"prompt_token_ids": prompt_ids, "token_ids": output.token_ids}
     return {
-        **_head(call, completion_id, created, "text_completion"),
+        **_head(call, head.id, head.created, "text_completion"),
         "choices": choices,
-        "usage": _usage(outputs, prompt_tokens, cached_tokens),
+        "usage": done.usage,
     }
 
 
-CallT = TypeVar("CallT", ChatCall, CompletionCall)
+class _ChoiceStream(Generic[C]):
+    """The chunks of one choice. The prompt's ids are told to who asks for token ids."""
 
-
-class _ChoiceStream(Generic[CallT]):
-    """The chunks of one choice. `prompt_ids` are told to who asks for token ids."""
-
-    def __init__(
-        self,
-        call: CallT,
-        completion_id: str,
-        created: int,
-        tokenizer: Any,
-        index: int = 0,
-        *,
-        prompt_ids: list[int],
-    ) -> None:
-        self._call = call
-        self._place = (call, completion_id, created, index)
-        self._tokenizer = tokenizer
-        self._prompt_ids = prompt_ids
+    def __init__(self, head: ReplyHead[C]) -> None:
+        self._call = head.call
+        self._place = (head.call, head.id, head.created, head.choice)
+        self._tokenizer = head.tokenizer
+        self._prompt_ids = head.prompt_ids
 
     def begin(self) -> list[Chunk]:
         """Chunks before the first token."""
@@ -369,14 +383,12 @@ class CompletionStream(_ChoiceStream[CompletionCall]):
         return chunk
 
 
-def generate_reply(
-    call: CompletionCall, request_id: str, outputs: Sequence[Output]
-) -> dict[str, Any]:
+def generate_reply(done: Completion[CompletionCall]) -> dict[str, Any]:
     """vLLM's reply of tokens, which it names by their ids."""
-    choices = []
-    for index, output in enumerate(outputs):
+    head, choices = done.head, []
+    for index, output in enumerate(done.outputs):
         logprobs = None
-        if call.logprobs:
+        if head.call.logprobs:
             pairs = zip(output.token_ids, output.logprobs, strict=True)
             named = [{"token": f"token_id:{token}", "logprob": logprob} for token, logprob in pairs]
             logprobs = {"content": [{**one, "bytes": None, "top_logprobs": []} for one in named]}
@@ -388,6 +400,7 @@ def generate_reply(
                 "finish_reason": finish_reason(output.stop_reason),
             }
         )
+    request_id = head.asked.get("request_id") or head.id
     return {"request_id": request_id, "choices": choices, "prompt_logprobs": None}
 
 
@@ -420,14 +433,14 @@ def completion_chunk(
 
 
 def usage_chunk(
-    call: ChatCall | CompletionCall, completion_id: str, created: int, usage: dict[str, Any]
+    call: ChatCall | CompletionCall, completion_id: str, created: int, usage: Usage
 ) -> dict[str, Any]:
     """The last chunk of a stream whose request has `include_usage`."""
     kind = "chat.completion.chunk" if isinstance(call, ChatCall) else "text_completion"
     return {**_chunk(call, completion_id, created, kind, []), "usage": usage}
 
 
-def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> dict[str, Any]:
+def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> Usage:
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -477,13 +490,6 @@ def completion_logprobs(
         "top_logprobs": None,
         "text_offset": offsets,
     }
-
-
-def _usage(
-    outputs: Sequence[Output | ChatOutput], prompt_tokens: int, cached_tokens: int
-) -> dict[str, Any]:
-    num_sampled = sum(len(output.token_ids) for output in outputs)
-    return usage_of(prompt_tokens, num_sampled, cached_tokens)
 
 
 def _chunk(call, completion_id: str, created: int, kind: str, choices: list) -> dict[str, Any]:

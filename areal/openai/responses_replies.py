@@ -12,9 +12,9 @@ from typing import Any
 from areal.openai.errors import WireError, error_body
 from areal.openai.parsing import parser
 from areal.openai.parsing.parser import Content, Event, ToolCall
-from areal.openai.replies import ChatOutput
+from areal.openai.replies import ChatOutput, Completion, ReplyHead, Usage
 from areal.openai.requests import ChatCall
-from areal.openai.streams import Completion, PartEncoder, ReplyHead, Usage, WireEvent
+from areal.openai.streams import PartEncoder, WireEvent
 
 _ID_PREFIXES = {parser.Reasoning: "rs_", Content: "msg_", ToolCall: "fc_"}
 

@@ -1,4 +1,4 @@
-"""A reply on its way: what is known before its first token, its end, and the events between.
+"""The events of a reply on its way, from its head to its end, and how an API writes them.
 
     encoder = api.encoder(head)                                    # of one choice, see apis.py
     events = [*encoder.begin(), *encoder.push(reader.push(tokens), tokens, logprobs), ...]
@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Generic, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from areal.api.json_text import dumps
 from areal.openai.errors import WireError, error_body
@@ -23,59 +23,13 @@ from areal.openai.replies import (
     ChatStream,
     CompletionStream,
     Output,
+    ReplyHead,
+    Usage,
     usage_chunk,
-    usage_of,
 )
-from areal.openai.requests import ChatCall, CompletionCall
+from areal.openai.requests import ChatCall
 
 WireEvent = dict[str, Any]
-Usage = dict[str, Any]  # see usage_of
-C = TypeVar("C", ChatCall, CompletionCall)
-
-
-@dataclass(frozen=True, slots=True)
-class ReplyHead(Generic[C]):
-    """What is known of a reply before its first token."""
-
-    asked: dict[str, Any]  # the request body, in its API's format
-    call: C
-    id: str
-    created: int  # Unix seconds
-    prompts: list[list[int]]  # one, if it is a chat
-    tokenizer: Any
-    choice: int = 0  # of which choice, for an Encoder
-
-    def of_choice(self, choice: int) -> ReplyHead[C]:
-        return replace(self, choice=choice)
-
-    @property
-    def prompt_ids(self) -> list[int]:
-        """Each prompt has `n_samples` choices."""
-        return self.prompts[self.choice // self.call.gconfig.n_samples]
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return sum(map(len, self.prompts))
-
-    def num_cached(self, found: Sequence[int]) -> int:
-        """Tokens of all prompts, by what each choice found. The samples of a prompt compute it
-        once: the first of them found the least."""
-        n = self.call.gconfig.n_samples
-        return sum(min(found[start : start + n]) for start in range(0, len(found), n))
-
-
-@dataclass(frozen=True, slots=True)
-class Completion(Generic[C]):
-    """All that was sampled for one call, whatever its API."""
-
-    head: ReplyHead[C]
-    outputs: Sequence[Any]  # of the choices: ChatOutput, or Output if it is no chat
-    cached_tokens: int = 0  # of the prompts
-
-    @property
-    def usage(self) -> Usage:
-        num_sampled = sum(len(output.token_ids) for output in self.outputs)
-        return usage_of(self.head.num_prompt_tokens, num_sampled, self.cached_tokens)
 
 
 class Encoder(Protocol):
@@ -126,10 +80,8 @@ class ChunkEncoder:
     stream_class: type[ChatStream] | type[CompletionStream]
 
     def __init__(self, head: ReplyHead[Any]) -> None:
-        self._place = head.call, head.id, head.created
-        self._stream = self.stream_class(
-            *self._place, head.tokenizer, head.choice, prompt_ids=head.prompt_ids
-        )
+        self._head = head
+        self._stream = self.stream_class(head)
 
     def begin(self) -> list[WireEvent]:
         return self._stream.begin()
@@ -139,7 +91,9 @@ class ChunkEncoder:
 
     def finish(self, output: ChatOutput | Output, usage: Usage | None) -> list[WireEvent]:
         last = self._stream.finish(output.stop_reason, output.stop_string)
-        return [*last, *_usage_chunks(*self._place, usage)]
+        if usage is not None and self._head.call.include_usage:
+            last.append(usage_chunk(self._head.call, self._head.id, self._head.created, usage))
+        return last
 
     def fail(self, error: WireError) -> list[WireEvent]:
         return [error_body(error)]
@@ -153,14 +107,6 @@ class TextEncoder(ChunkEncoder):
     """Of completions, which are no chats."""
 
     stream_class = CompletionStream
-
-
-def _usage_chunks(
-    call: ChatCall | CompletionCall, name: str, created: int, usage: Usage | None
-) -> list[WireEvent]:
-    if usage is None or not call.include_usage:
-        return []
-    return [usage_chunk(call, name, created, usage)]
 
 
 class PartEncoder(ABC):

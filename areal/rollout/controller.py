@@ -110,40 +110,6 @@ class RolloutController(InferenceEngine):
 
     # Episodes.
 
-    def submit(
-        self,
-        data: dict[str, Any],
-        workflow: WorkflowLike,
-        workflow_kwargs: dict[str, Any] | None = None,
-        should_accept_fn: AcceptFn | None = None,
-        group_size: int = 1,
-        task_id: int | None = None,
-        is_eval: bool = False,
-        reward_normalization: bool = False,
-        drop_incomplete_group: bool = False,
-    ) -> int:
-        return self.workflow_executor.submit(
-            data,
-            workflow,
-            workflow_kwargs,
-            should_accept_fn,
-            group_size,
-            task_id,
-            is_eval,
-            reward_normalization,
-            drop_incomplete_group,
-        )
-
-    def wait(
-        self, count: int, timeout: float | None = None, raise_timeout: bool = True
-    ) -> list[Trajectory | None]:
-        return self.workflow_executor.wait(count, timeout, raise_timeout)
-
-    def wait_for_task(
-        self, task_id: int, timeout: float | None = None, raise_timeout: bool = True
-    ) -> Trajectory | None:
-        return self.workflow_executor.wait_for_task(task_id, timeout, raise_timeout)
-
     def rollout_batch(
         self,
         data: Sequence[dict[str, Any]],
@@ -206,12 +172,6 @@ class RolloutController(InferenceEngine):
         self._ledger.prune(self._num_batches)
         self._num_batches += 1
         return batch.trajectories
-
-    def pause(self) -> None:
-        self.workflow_executor.pause()
-
-    def resume(self) -> None:
-        self.workflow_executor.resume()
 
     def set_version(self, version: int) -> None:
         super().set_version(version)
@@ -292,6 +252,9 @@ class RolloutController(InferenceEngine):
 
     def busy_intervals(self, since: float) -> dict[str, list[tuple[float, float]]]:
         return self.engine.busy_intervals(since)
+
+    def _executor_for(self, call: str) -> WorkflowExecutor:
+        return self._open(None)
 
     def _built(
         self, workflow: WorkflowLike, kwargs: dict[str, Any] | None, executor: WorkflowExecutor

@@ -210,53 +210,38 @@ def _check(result: int, what: str) -> int:
     return result
 
 
+# call that has a rule -> its numbers on x86_64 and on aarch64
+_NUMBERS = {
+    **{"clone": (56, 220), "mmap": (9, 222), "socket": (41, 198), "socketpair": (53, 199)},
+    **{"setsockopt": (54, 208), "inotify_init1": (294, 26)},
+    **{"prctl": (157, 167), "fcntl": (72, 25), "ioctl": (16, 29), "prlimit64": (302, 261)},
+    **{"memfd_create": (319, 279), "vmsplice": (278, 75)},
+    **{"kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138)},
+    **{"rt_tgsigqueueinfo": (297, 240), "setpriority": (141, 140), "ioprio_set": (251, 30)},
+    **{"sched_setparam": (142, 118), "sched_setscheduler": (144, 119)},
+    **{"sched_setaffinity": (203, 122), "sched_setattr": (314, 274), "migrate_pages": (256, 238)},
+    **{"move_pages": (279, 239)},
+    **{"ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271)},
+    **{"kcmp": (312, 272)},
+    **{"shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "semget": (64, 190)},
+    **{"semop": (65, 193), "semctl": (66, 191), "semtimedop": (220, 192), "msgget": (68, 186)},
+    **{"msgsnd": (69, 189), "msgrcv": (70, 188), "msgctl": (71, 187), "mq_open": (240, 180)},
+    **{"mq_unlink": (241, 181), "mq_timedsend": (242, 182), "mq_timedreceive": (243, 183)},
+    **{"mq_notify": (244, 184), "mq_getsetattr": (245, 185)},
+    **{"unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39)},
+    **{"pivot_root": (155, 41), "chroot": (161, 51), "personality": (135, 92)},
+    **{"add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219)},
+    **{"perf_event_open": (298, 241), "bpf": (321, 280), "userfaultfd": (323, 282)},
+    **{"fanotify_init": (300, 262)},
+    **{"fchmod": (91, 52), "fchmodat": (268, 53), "fchown": (93, 55), "fchownat": (260, 54)},
+    **{"setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7)},
+    **{"removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16)},
+}
+_ONLY_X86 = {"fork": 57, "vfork": 58, "inotify_init": 253, "chmod": 90, "chown": 92, "lchown": 94}
 # architecture -> (its audit id, numbers of the calls that have a rule)
 SYSTEM_CALLS: dict[str, tuple[int, dict[str, int]]] = {
-    "x86_64": (
-        0xC000003E,
-        {"fork": 57, "vfork": 58, "clone": 56, "mmap": 9, "socket": 41, "socketpair": 53}
-        | {"setsockopt": 54, "inotify_init": 253, "inotify_init1": 294}
-        | {"prctl": 157, "fcntl": 72, "ioctl": 16, "prlimit64": 302, "memfd_create": 319}
-        | {"vmsplice": 278}
-        | {"kill": 62, "tkill": 200, "tgkill": 234, "rt_sigqueueinfo": 129}
-        | {"rt_tgsigqueueinfo": 297, "setpriority": 141, "ioprio_set": 251}
-        | {"sched_setparam": 142, "sched_setscheduler": 144, "sched_setaffinity": 203}
-        | {"sched_setattr": 314, "migrate_pages": 256, "move_pages": 279}
-        | {"ptrace": 101, "process_vm_readv": 310, "process_vm_writev": 311, "kcmp": 312}
-        | {"shmget": 29, "shmat": 30, "shmctl": 31, "semget": 64, "semop": 65, "semctl": 66}
-        | {"semtimedop": 220, "msgget": 68, "msgsnd": 69, "msgrcv": 70, "msgctl": 71}
-        | {"mq_open": 240, "mq_unlink": 241, "mq_timedsend": 242, "mq_timedreceive": 243}
-        | {"mq_notify": 244, "mq_getsetattr": 245}
-        | {"unshare": 272, "setns": 308, "mount": 165, "umount2": 166, "pivot_root": 155}
-        | {"chroot": 161, "personality": 135, "add_key": 248, "request_key": 249, "keyctl": 250}
-        | {"perf_event_open": 298, "bpf": 321, "userfaultfd": 323, "fanotify_init": 300}
-        | {"chmod": 90, "fchmod": 91, "fchmodat": 268, "chown": 92, "fchown": 93, "lchown": 94}
-        | {"fchownat": 260}
-        | {"setxattr": 188, "lsetxattr": 189, "fsetxattr": 190, "removexattr": 197}
-        | {"lremovexattr": 198, "fremovexattr": 199},
-    ),
-    "aarch64": (
-        0xC00000B7,
-        {"clone": 220, "mmap": 222, "socket": 198, "socketpair": 199}
-        | {"setsockopt": 208, "inotify_init1": 26}
-        | {"prctl": 167, "fcntl": 25, "ioctl": 29, "prlimit64": 261, "memfd_create": 279}
-        | {"vmsplice": 75}
-        | {"kill": 129, "tkill": 130, "tgkill": 131, "rt_sigqueueinfo": 138}
-        | {"rt_tgsigqueueinfo": 240, "setpriority": 140, "ioprio_set": 30}
-        | {"sched_setparam": 118, "sched_setscheduler": 119, "sched_setaffinity": 122}
-        | {"sched_setattr": 274, "migrate_pages": 238, "move_pages": 239}
-        | {"ptrace": 117, "process_vm_readv": 270, "process_vm_writev": 271, "kcmp": 272}
-        | {"shmget": 194, "shmat": 196, "shmctl": 195, "semget": 190, "semop": 193, "semctl": 191}
-        | {"semtimedop": 192, "msgget": 186, "msgsnd": 189, "msgrcv": 188, "msgctl": 187}
-        | {"mq_open": 180, "mq_unlink": 181, "mq_timedsend": 182, "mq_timedreceive": 183}
-        | {"mq_notify": 184, "mq_getsetattr": 185}
-        | {"unshare": 97, "setns": 268, "mount": 40, "umount2": 39, "pivot_root": 41}
-        | {"chroot": 51, "personality": 92, "add_key": 217, "request_key": 218, "keyctl": 219}
-        | {"perf_event_open": 241, "bpf": 280, "userfaultfd": 282, "fanotify_init": 262}
-        | {"fchmod": 52, "fchmodat": 53, "fchown": 55, "fchownat": 54}
-        | {"setxattr": 5, "lsetxattr": 6, "fsetxattr": 7, "removexattr": 14}
-        | {"lremovexattr": 15, "fremovexattr": 16},
-    ),
+    "x86_64": (0xC000003E, {name: on for name, (on, _) in _NUMBERS.items()} | _ONLY_X86),
+    "aarch64": (0xC00000B7, {name: on for name, (_, on) in _NUMBERS.items()}),
 }
 # Calls added since Linux 5.1 have the same number on every architecture.
 _EVERYWHERE = {

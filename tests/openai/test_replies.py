@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from openai.types import Completion
+from openai.types import Completion as CompletionReply
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tiny_tokenizer import EOS, byte_tokenizer
 
@@ -13,7 +13,9 @@ from areal.openai.parsing.parser import Content
 from areal.openai.replies import (
     ChatOutput,
     ChatReader,
+    Completion,
     Output,
+    ReplyHead,
     chat_chunk,
     chat_logprobs,
     chat_reply,
@@ -41,6 +43,12 @@ def chat_call(**fields):
     return parse_chat({"model": "m", "messages": [{"role": "user", "content": "a"}], **fields})
 
 
+def completed(call, outputs, *, tokens=(5,)):
+    """`tokens`: the number of each prompt."""
+    prompts = [[1] * count for count in tokens]
+    return Completion(ReplyHead({}, call, "c", 17, prompts, TOKENIZER), outputs)
+
+
 def replied(call, text, stop_reason="stop", **options):
     """The reply to `call` with an output of this text."""
     reader = ChatReader(call, TOKENIZER, tool_format="hermes", stop_ids=[EOS], **options)
@@ -48,18 +56,18 @@ def replied(call, text, stop_reason="stop", **options):
     reader.push(ids)
     reader.finish()
     output = ChatOutput(ids, [-0.5] * len(ids), stop_reason, reader.parts)
-    return chat_reply(call, "c", 1, [output], 5, TOKENIZER)
+    return chat_reply(completed(call, [output]))
 
 
-def test_chat_reply(tokenizer):
+def test_chat_reply():
     outputs = [
         ChatOutput([10, 11, EOS], [-0.5, -1.0, -0.1], "stop", [Content("hi")]),
         ChatOutput([10], [-0.5], "length", [Content("h")]),
     ]
-    reply = chat_reply(chat_call(n=2), "chatcmpl-1", 17, outputs, 5, tokenizer)
+    reply = chat_reply(completed(chat_call(n=2), outputs))
     typed = ChatCompletion.model_validate(json.loads(json.dumps(reply)), strict=True)
     assert (typed.id, typed.object, typed.created, typed.model) == (
-        "chatcmpl-1", "chat.completion", 17, "m",
+        "c", "chat.completion", 17, "m",
     )  # fmt: skip
     assert [c.message.content for c in typed.choices] == ["hi", "h"]
     assert [c.finish_reason for c in typed.choices] == ["stop", "length"]
@@ -101,7 +109,7 @@ def test_log_probabilities_name_their_tokens(tokenizer):
     assert bytes(sum((entry["bytes"] for entry in content[1:6]), [])) == "ü😀".encode()
     assert content[6]["token"] == "<|eos|>"
     output = ChatOutput(ids, [-0.5] * 7, "stop", [Content("aü😀")])
-    reply = chat_reply(chat_call(logprobs=True), "c", 1, [output], 1, tokenizer)
+    reply = chat_reply(completed(chat_call(logprobs=True), [output]))
     typed = ChatCompletion.model_validate(reply, strict=True)
     assert [entry.logprob for entry in typed.choices[0].logprobs.content] == [-0.5] * 7
 
@@ -110,8 +118,8 @@ def test_completion_reply(tokenizer):
     call = parse_completion({"model": "m", "prompt": ["a", "b"], "logprobs": 0})
     ids = tokenizer.encode("he the")
     outputs = [Output(ids, [-0.25] * len(ids), "abort", "he the"), Output([], [], "stop", "")]
-    reply = completion_reply(call, "cmpl-1", 17, outputs, 2, tokenizer)
-    typed = Completion.model_validate({**reply, "choices": []}, strict=True)
+    reply = completion_reply(completed(call, outputs, tokens=(1, 1)))
+    typed = CompletionReply.model_validate({**reply, "choices": []}, strict=True)
     assert typed.object == "text_completion" and typed.usage.total_tokens == 2 + len(ids)
     first = reply["choices"][0]
     assert first["text"] == "he the" and first["finish_reason"] == "abort"

@@ -12,14 +12,16 @@ from tiny_tokenizer import EOS, VOCAB_SIZE, byte_tokenizer
 from areal.openai.replies import (
     ChatOutput,
     ChatReader,
+    Completion,
     Output,
+    ReplyHead,
     TextReader,
     chat_reply,
     completion_reply,
     usage_of,
 )
 from areal.openai.requests import parse_chat, parse_completion
-from areal.openai.streams import ChatEncoder, ReplyHead, TextEncoder
+from areal.openai.streams import ChatEncoder, TextEncoder
 from areal.openai.text_stream import visible_text
 
 TOKENIZER = byte_tokenizer()
@@ -64,7 +66,7 @@ def test_completion_chunks_join_to_the_reply(ids, sizes, reason, ends, stop):
     ids = [*ids, EOS] if ends else ids
     logprobs = [-0.5 * i for i in range(len(ids))]
     output = Output(ids, logprobs, reason, text)
-    (whole,) = completion_reply(call, "c", 1, [output], 1, TOKENIZER)["choices"]
+    (whole,) = completion_reply(Completion(head_of(call), [output]))["choices"]
     reader = TextReader(call.gconfig, TOKENIZER, stop_ids=[EOS])
     chunks = streamed(TextEncoder(head_of(call)), reader, ids, logprobs, sizes, reason)
     assert "".join(chunk["text"] for chunk in chunks) == whole["text"]
@@ -88,7 +90,7 @@ def test_chat_chunks_join_to_the_reply(
     reader.push(ids)
     reader.finish()
     output = ChatOutput(ids, values, reason, reader.parts)
-    (whole,) = chat_reply(call, "c", 1, [output], 1, TOKENIZER)["choices"]
+    (whole,) = chat_reply(Completion(head_of(call), [output]))["choices"]
     encoder, reader = ChatEncoder(head_of(call)), chat_reader(call, **options)
     chunks = streamed(encoder, reader, ids, values, sizes, reason)
     deltas = [chunk["delta"] for chunk in chunks]

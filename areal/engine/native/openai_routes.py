@@ -50,7 +50,16 @@ from areal.openai.models import model_card, model_list
 from areal.openai.parsing.formats import format_of_template
 from areal.openai.parsing.parser import begins_in_reasoning
 from areal.openai.prompts import chat_prompt_ids
-from areal.openai.replies import ChatOutput, ChatReader, Echo, Output, TextReader
+from areal.openai.replies import (
+    C,
+    ChatOutput,
+    ChatReader,
+    Completion,
+    Echo,
+    Output,
+    ReplyHead,
+    TextReader,
+)
 from areal.openai.requests import (
     ChatCall,
     CompletionCall,
@@ -59,7 +68,7 @@ from areal.openai.requests import (
     parse_completion,
     parse_generate,
 )
-from areal.openai.streams import C, Completion, Encoder, ReplyHead, WireEvent
+from areal.openai.streams import Encoder, WireEvent
 from areal.openai.text_stream import token_text
 from areal.utils.chat_template import warm_up
 from areal.utils.http_body import json_body

@@ -109,41 +109,12 @@ class LocalScheduler(Scheduler):
         """GPUs of the role's ranks, for a process colocated with them."""
         return [gpu for process in self._processes.of(role) for gpu in process.gpus]
 
-    def create_engine(
-        self,
-        worker_id: str,
-        engine: str,
-        engine_name: str,
-        *args: Any,
-        timeout_s: float,
-        **kwargs: Any,
-    ) -> None:
-        order = ("create", engine, engine_name, args, kwargs)
-        answer = self._processes.find(worker_id).exchange(worker_id, order, timeout_s)
-        answer.raise_if_not_created(worker_id)
-
-    def call_engine(
-        self,
-        worker_id: str,
-        method: str,
-        engine_name: str,
-        *args: Any,
-        timeout_s: float,
-        **kwargs: Any,
-    ) -> Any:
-        order = ("call", method, engine_name, args, kwargs)
+    def _exchange(self, worker_id: str, order: tuple[Any, ...], timeout_s: float) -> Any:
         answer = self._processes.find(worker_id).exchange(worker_id, order, timeout_s)
         return answer.result_or_raise(worker_id)
 
-    async def acall_engine(
-        self, worker_id: str, method: str, engine_name: str, *args: Any, timeout_s: float | None
-    ) -> Any:
-        process = self._processes.find(worker_id)
-        try:
-            async with asyncio.timeout(timeout_s):
-                answer = await process.exchange_async(method, engine_name, args)
-        except TimeoutError:
-            raise WorkerTimeoutError(worker_id, f"no answer within {timeout_s:g} s") from None
+    async def _exchange_async(self, worker_id: str, order: tuple[Any, ...]) -> Any:
+        answer = await self._processes.find(worker_id).exchange_async(order)
         return answer.result_or_raise(worker_id)
 
     def _new_rendezvous(self) -> str:
@@ -197,7 +168,7 @@ class _Process:
         except (OSError, EOFError):
             raise self._ended(worker_id) from None
 
-    async def exchange_async(self, *order: Any) -> Answer:
+    async def exchange_async(self, order: tuple[Any, ...]) -> Answer:
         """From the first one on, calls of this worker overlap."""
         if self._overlapping is None:
             self._overlapping = asyncio.create_task(self._overlap())

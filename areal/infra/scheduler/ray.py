@@ -122,39 +122,14 @@ class RayScheduler(Scheduler):
             remove_placement_group(self._groups.pop(name))
             del self._jobs[name]
 
-    def create_engine(
-        self,
-        worker_id: str,
-        engine: str,
-        engine_name: str,
-        *args: Any,
-        timeout_s: float,
-        **kwargs: Any,
-    ) -> None:
-        reply = self._actors.find(worker_id).create.remote(engine, engine_name, args, kwargs)
-        _wait(reply, worker_id, timeout_s).raise_if_not_created(worker_id)
-
-    def call_engine(
-        self,
-        worker_id: str,
-        method: str,
-        engine_name: str,
-        *args: Any,
-        timeout_s: float,
-        **kwargs: Any,
-    ) -> Any:
-        reply = self._actors.find(worker_id).call.remote(method, engine_name, args, kwargs)
+    def _exchange(self, worker_id: str, order: tuple[Any, ...], timeout_s: float) -> Any:
+        reply = self._actors.find(worker_id).exchange.remote(*order)
         return _wait(reply, worker_id, timeout_s).result_or_raise(worker_id)
 
-    async def acall_engine(
-        self, worker_id: str, method: str, engine_name: str, *args: Any, timeout_s: float | None
-    ) -> Any:
-        reply = self._actors.find(worker_id).call_async.remote(method, engine_name, args)
+    async def _exchange_async(self, worker_id: str, order: tuple[Any, ...]) -> Any:
+        reply = self._actors.find(worker_id).call_async.remote(*order)
         try:
-            async with asyncio.timeout(timeout_s):
-                answer = await asyncio.wrap_future(reply.future())
-        except TimeoutError:
-            raise WorkerTimeoutError(worker_id, f"no answer within {timeout_s:g} s") from None
+            answer = await asyncio.wrap_future(reply.future())
         except _LOST as error:
             raise WorkerFailedError(worker_id, str(error)) from error
         return answer.result_or_raise(worker_id)
@@ -194,11 +169,8 @@ class _RayWorker:
         self._host = EngineHost()
         os.chdir(folder)  # so that relative paths resolve as in the controller
 
-    def create(self, *order: Any) -> Answer:
-        return self._host.create(*order)
-
-    def call(self, *order: Any) -> Answer:
-        return self._host.call(*order)
+    def exchange(self, action: Literal["create", "call"], *order: Any) -> Answer:
+        return getattr(self._host, action)(*order)
 
     def address(self) -> tuple[str, int]:
         """(IP of this machine, a free port)."""

@@ -104,9 +104,10 @@ class OutputParser:
     ) -> None:
         self._cursor = Cursor()
         self._sink = _Sink(TOOL_FORMATS[tool_format], separate=reasoning != "none")
-        read = _read_harmony if TOOL_FORMATS[tool_format].is_harmony else _read_tagged
         marks = _REASONING_MARKS.get(reasoning, TOOL_FORMATS[tool_format].reasoning)
-        self._reading = read(self._cursor, self._sink, ToolSchemas(tools), marks, in_reasoning)
+        begun = self._cursor, self._sink, ToolSchemas(tools), in_reasoning
+        is_harmony = TOOL_FORMATS[tool_format].is_harmony
+        self._reading = _read_harmony(*begun) if is_harmony else _read_tagged(*begun, marks)
 
     def push(self, text: str) -> list[Event]:
         self._cursor.feed(text)
@@ -276,8 +277,8 @@ def _read_tagged(
     cursor: Cursor,
     sink: _Sink,
     tools: ToolSchemas,
-    reasoning: Mapping[str, str],
     in_reasoning: bool,
+    reasoning: Mapping[str, str],
 ) -> Reading[None]:
     """Content with marks around reasoning and before calls."""
     form = sink.format
@@ -360,11 +361,7 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
 
 def _read_harmony(
-    cursor: Cursor,
-    sink: _Sink,
-    tools: ToolSchemas,
-    reasoning: Mapping[str, str],
-    in_reasoning: bool,
+    cursor: Cursor, sink: _Sink, tools: ToolSchemas, in_reasoning: bool
 ) -> Reading[None]:
     if in_reasoning:
         yield from _read_body(cursor, sink, sink.reasoning)
