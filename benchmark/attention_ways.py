@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from report import Row
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from areal.models.common.attention import PackedAttention
+from areal.models.common.attention import AttentionSpec, PackedAttention
 
 _HEADS, _KV_HEADS, _DIM = 12, 2, 128
 _MIXED = (9000, 5200, 3100, 2800, 2100, 1900, 1500, 1300, 1100, 900, 800, 700, 600, 500, 400, 300)
@@ -40,11 +40,11 @@ def attention_rows(*, tiny: bool) -> list[Row]:
 
 def _ways(lengths: tuple[int, ...]) -> dict[str, Way]:
     bounds = F.pad(torch.tensor(lengths, dtype=torch.int32).cumsum(0), (1, 0)).int().to(_device())
-    packed = PackedAttention(bounds, max(lengths))
-    ways: dict[str, Way] = {"ours": lambda q, k, v: packed(0, q, k, v)}
+    packed, spec = PackedAttention(bounds, max(lengths)), AttentionSpec(0)
+    ways: dict[str, Way] = {"ours": lambda q, k, v: packed(spec, q, k, v)}
     if not torch.cuda.is_available():
         return ways
-    ways["varlen"] = lambda q, k, v: packed._by_packed_kernel(q, k, v, None, None)
+    ways["varlen"] = lambda q, k, v: packed._by_packed_kernel(spec, q, k, v)
     ways["cudnn_varlen"] = lambda q, k, v: _CudnnVarlen.apply(q, k, v, bounds, max(lengths))
     if len(set(lengths)) == 1:
         shape = (len(lengths), lengths[0])

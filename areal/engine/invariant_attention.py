@@ -9,12 +9,13 @@ Shape legend: T packed tokens, C sequences, P pages, N query heads, K key/value 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from areal.models.common.attention import PackedAttention
+from areal.models.common.attention import AttentionSpec, PackedAttention
 from areal.models.common.invariant import with_gradients_of
 
 if TYPE_CHECKING:
@@ -40,25 +41,14 @@ class InvariantPackedAttention(PackedAttention):
         self._pages_CP = torch.where(inside, first_page_C[:, None] + columns, 0).int()
 
     def __call__(
-        self,
-        layer: int,
-        q_TNH: torch.Tensor,
-        k_TKH: torch.Tensor,
-        v_TKH: torch.Tensor,
-        *,
-        window: int | None = None,
-        scale: float | None = None,
+        self, spec: AttentionSpec, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor
     ) -> torch.Tensor:
-        scores = {"window": window, "scale": scale}
-
-        def reference(q, k, v):
-            return PackedAttention.__call__(self, layer, q, k, v, **scores)
-
         by_rows = self._by_rows if q_TNH.is_cuda else self._on_cpu
-        return with_gradients_of(reference, partial(by_rows, **scores), (q_TNH, k_TKH, v_TKH))
+        reference, own = partial(super().__call__, spec), partial(by_rows, spec)
+        return with_gradients_of(reference, own, (q_TNH, k_TKH, v_TKH))
 
     def _on_cpu(
-        self, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, **scores: Any
+        self, spec: AttentionSpec, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor
     ) -> torch.Tensor:
         if self._by_pages is None:
             from areal.engine.native.torch_runner import KVCache, PagedAttention
@@ -68,16 +58,10 @@ class InvariantPackedAttention(PackedAttention):
             cache = KVCache(k_TKH.new_zeros(shape), v_TKH.new_zeros(shape), {_ANY: 0})
             pages_TP = self._pages_CP[self._chunk_T].long().numpy()
             self._by_pages = PagedAttention(cache, self.positions_T.numpy(), pages_TP)
-        return self._by_pages(_ANY, q_TNH, k_TKH, v_TKH, **scores)
+        return self._by_pages(replace(spec, layer=_ANY), q_TNH, k_TKH, v_TKH)
 
     def _by_rows(
-        self,
-        q_TNH: torch.Tensor,
-        k_TKH: torch.Tensor,
-        v_TKH: torch.Tensor,
-        *,
-        window: int | None,
-        scale: float | None,
+        self, spec: AttentionSpec, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor
     ) -> torch.Tensor:
         from areal.engine.native.cuda.decode_attention import rows_attention  # needs Triton
 
@@ -89,6 +73,6 @@ class InvariantPackedAttention(PackedAttention):
         out_TNH = torch.empty_like(q_TNH)
         rows_attention(
             q_TNH.contiguous(), keys, values, self._pages_CP, self._chunk_T.int(),
-            self.positions_T.int(), out_TNH, window=window, scale=scale,
+            self.positions_T.int(), out_TNH, window=spec.window, scale=spec.scale,
         )  # fmt: skip
         return out_TNH

@@ -7,23 +7,14 @@ Checkpoints with a vision tower are of another family: gemma3_vl.py.
 from __future__ import annotations
 
 from areal.models.common.decoder import Decoder
-from areal.models.common.state_dict_adapter import (
-    DENSE_FROM_HF,
-    OUT_BIAS_FROM_HF,
-    QK_NORM_FROM_HF,
-    QKV_BIAS_FROM_HF,
-    StateDictAdapter,
-)
+from areal.models.common.state_dict_adapter import QK_NORM_DECODER_FROM_HF, StateDictAdapter
 from areal.models.family_args import Gemma3ModelArgs
 from areal.models.spec import ModelSpec
 
 
 class Gemma3StateDictAdapter(StateDictAdapter):
     from_hf_map = {
-        **DENSE_FROM_HF,
-        **QKV_BIAS_FROM_HF,
-        **OUT_BIAS_FROM_HF,
-        **QK_NORM_FROM_HF,
+        **QK_NORM_DECODER_FROM_HF,
         "model.layers.{}.post_attention_layernorm.weight": "layers.{}.attention_out_norm.weight",
         "model.layers.{}.pre_feedforward_layernorm.weight": "layers.{}.ffn_norm.weight",
         "model.layers.{}.post_feedforward_layernorm.weight": "layers.{}.ffn_out_norm.weight",

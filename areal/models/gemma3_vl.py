@@ -4,7 +4,7 @@ of an image see all of it."""
 from __future__ import annotations
 
 from areal.models.common.decoder import Decoder
-from areal.models.common.state_dict_adapter import StateDictAdapter
+from areal.models.common.state_dict_adapter import StateDictAdapter, below
 from areal.models.family_args import Gemma3ModelArgs
 from areal.models.gemma3 import Gemma3StateDictAdapter
 from areal.models.spec import ModelSpec
@@ -43,10 +43,7 @@ _TOWER_FROM_HF = {
 
 class Gemma3VLStateDictAdapter(StateDictAdapter):
     from_hf_map = {
-        **{
-            theirs.replace("model.", "language_model.model.", 1): ours
-            for theirs, ours in Gemma3StateDictAdapter.from_hf_map.items()
-        },
+        **below("language_model.model.", Gemma3StateDictAdapter.from_hf_map),
         **_TOWER_FROM_HF,
     }
 

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 from areal.models.common.decoder import Decoder
 from areal.models.common.state_dict_adapter import (
-    DENSE_FROM_HF,
     EXPERTS_FROM_HF,
-    OUT_BIAS_FROM_HF,
-    QK_NORM_FROM_HF,
-    QKV_BIAS_FROM_HF,
+    QK_NORM_DECODER_FROM_HF,
     StateDictAdapter,
 )
 from areal.models.family_args import Qwen3ModelArgs
@@ -22,10 +19,7 @@ _EXPERT_BIAS = "model.layers.{}.mlp.expert_bias"
 
 class Qwen3StateDictAdapter(StateDictAdapter):
     from_hf_map = {
-        **DENSE_FROM_HF,
-        **QKV_BIAS_FROM_HF,
-        **OUT_BIAS_FROM_HF,
-        **QK_NORM_FROM_HF,
+        **QK_NORM_DECODER_FROM_HF,
         **EXPERTS_FROM_HF,
         _EXPERT_BIAS: "layers.{}.feed_forward.router.expert_bias",
     }

@@ -18,12 +18,9 @@ from areal.models.common.decoder import Decoder, DecoderBlock
 from areal.models.common.gated_layers import AttendOrRecur, GatedAttention, GatedDelta, Tensors
 from areal.models.common.state_dict_adapter import (
     DELTA_FROM_HF,
-    DENSE_FROM_HF,
     EXPERTS_FROM_HF,
     GATED_SHARED_EXPERT_FROM_HF,
-    OUT_BIAS_FROM_HF,
-    QK_NORM_FROM_HF,
-    QKV_BIAS_FROM_HF,
+    QK_NORM_DECODER_FROM_HF,
     StateDictAdapter,
 )
 from areal.models.family_args import Qwen35ModelArgs
@@ -34,10 +31,7 @@ _IMAGE_PREFIX = "model.visual."
 _KEPT_PREFIX = "mtp."
 
 DECODER_FROM_HF: dict[str, str] = {
-    **DENSE_FROM_HF,
-    **QKV_BIAS_FROM_HF,
-    **OUT_BIAS_FROM_HF,
-    **QK_NORM_FROM_HF,
+    **QK_NORM_DECODER_FROM_HF,
     **DELTA_FROM_HF,
     **EXPERTS_FROM_HF,
     **GATED_SHARED_EXPERT_FROM_HF,

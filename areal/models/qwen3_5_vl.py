@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from areal.models.common.decoder import Decoder
-from areal.models.common.state_dict_adapter import StateDictAdapter
+from areal.models.common.state_dict_adapter import StateDictAdapter, below
 from areal.models.family_args import Qwen35VLModelArgs
 from areal.models.qwen3_5 import DECODER_FROM_HF, HybridBlock, is_mtp_head, unstacked
 from areal.models.qwen3_vl import TOWER_FROM_HF
@@ -20,10 +20,7 @@ from areal.models.vision.qwen3_vl import Qwen3VLTower
 
 class Qwen35VLStateDictAdapter(StateDictAdapter):
     from_hf_map = {
-        **{
-            theirs.replace("model.", "model.language_model.", 1): ours
-            for theirs, ours in DECODER_FROM_HF.items()
-        },
+        **below("model.language_model.", DECODER_FROM_HF),
         **{theirs: ours for theirs, ours in TOWER_FROM_HF.items() if "deepstack" not in theirs},
     }
 

@@ -5,25 +5,14 @@ from __future__ import annotations
 
 from areal.models.common.decoder import Decoder
 from areal.models.common.state_dict_adapter import (
-    DENSE_FROM_HF,
-    OUT_BIAS_FROM_HF,
-    QK_NORM_FROM_HF,
-    QKV_BIAS_FROM_HF,
+    QK_NORM_DECODER_FROM_HF,
     StateDictAdapter,
+    below,
 )
 from areal.models.family_args import Qwen3VLModelArgs
 from areal.models.spec import ModelSpec
 from areal.models.vision.qwen3_vl import Qwen3VLTower
 
-_DECODER_FROM_HF = {
-    theirs.replace("model.", "model.language_model.", 1): ours
-    for theirs, ours in {
-        **DENSE_FROM_HF,
-        **QKV_BIAS_FROM_HF,
-        **OUT_BIAS_FROM_HF,
-        **QK_NORM_FROM_HF,
-    }.items()
-}
 _TOWER_LAYERS = {
     "patch_embed.proj": "patch_embed",
     "blocks.{}.norm1": "blocks.{}.norm1",
@@ -54,7 +43,10 @@ TOWER_FROM_HF: dict[str, str] = {
 
 
 class Qwen3VLStateDictAdapter(StateDictAdapter):
-    from_hf_map = {**_DECODER_FROM_HF, **TOWER_FROM_HF}
+    from_hf_map = {
+        **below("model.language_model.", QK_NORM_DECODER_FROM_HF),
+        **TOWER_FROM_HF,
+    }
 
 
 class Qwen3VLModel(Decoder):

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal.models.common.attention import PackedAttention
+from areal.models.common.attention import AttentionSpec, PackedAttention
 
 
 def bounds(lengths: list[int]) -> torch.Tensor:
@@ -40,7 +40,7 @@ def test_output_and_gradients_equal_plain_attention(lengths, kv_heads, group, wi
     heads = (kv_heads * group, kv_heads, kv_heads)
     qkv = [torch.randn(total, n, 4, dtype=torch.float64, requires_grad=True) for n in heads]
     attend = PackedAttention(bounds(lengths), max(lengths))
-    out = attend(0, *qkv, window=window, scale=scale)
+    out = attend(AttentionSpec(0, window, scale), *qkv)
     parts = zip(*(x.split(lengths) for x in qkv), strict=True)
     expected = torch.cat([plain_causal(*part, window, scale) for part in parts if len(part[0])])
     torch.testing.assert_close(out, expected, atol=1e-6, rtol=0)
@@ -55,7 +55,7 @@ def test_output_and_gradients_equal_plain_attention(lengths, kv_heads, group, wi
 def test_a_window_longer_than_a_block_of_queries(window):
     torch.manual_seed(0)
     q, k, v = (torch.randn(650, 1, 4, dtype=torch.float64) for _ in range(3))
-    out = PackedAttention(bounds([50, 600]), 600)(0, q, k, v, window=window)
+    out = PackedAttention(bounds([50, 600]), 600)(AttentionSpec(0, window), q, k, v)
     torch.testing.assert_close(out[50:], plain_causal(q[50:], k[50:], v[50:], window))
 
 
@@ -80,7 +80,7 @@ def test_bounds_that_do_not_fit_are_refused():
         PackedAttention(torch.tensor([0, 4]), 3)
     x = torch.zeros(5, 1, 4)
     with pytest.raises(ValueError, match="cu_seqlens ends at 4, got 5 tokens"):
-        PackedAttention(torch.tensor([0, 4]), 4)(0, x, x, x)
+        PackedAttention(torch.tensor([0, 4]), 4)(AttentionSpec(0), x, x, x)
 
 
 @pytest.mark.gpu
@@ -92,7 +92,8 @@ def test_kernels_of_the_device_agree_with_float64(lengths, window):
         torch.randn(sum(lengths), n, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         for n in (6, 2, 2)
     ]
-    out = PackedAttention(bounds(lengths).cuda(), max(lengths))(0, *qkv, window=window, scale=0.2)
+    attend = PackedAttention(bounds(lengths).cuda(), max(lengths))
+    out = attend(AttentionSpec(0, window, 0.2), *qkv)
     weight = torch.randn_like(out)
     grads = torch.autograd.grad(out, qkv, weight)
     wide = [x.detach().double().cpu().requires_grad_() for x in qkv]

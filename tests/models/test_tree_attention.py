@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 import torch
 
-from areal.models.common.attention import PackedAttention
+from areal.models.common.attention import AttentionSpec, PackedAttention
 from areal.models.common.attention_tree import TreeAttention
 from areal.utils.prefix_tree import PrefixTree
 
@@ -56,17 +57,17 @@ def test_a_tree_attends_as_its_sequences_do(name: str, window: int | None):
     tree = PrefixTree.of(SHAPES[name])
     attend = TreeAttention(tree, torch.device("cpu"))
     place_T = torch.as_tensor(tree.place_T)
-    bounds = torch.tensor([0, *tree.lengths.cumsum()])
+    bounds, spec = torch.tensor([0, *tree.lengths.cumsum()]), AttentionSpec(0, window, 0.3)
     packed = PackedAttention(bounds, int(tree.lengths.max()))
     # Where each token of the tree is first found among the packed ones.
     source_U = torch.as_tensor(tree.source_U)
 
     def sequence_by_sequence(q, k, v):
         spread = (x.index_select(0, place_T) for x in (q, k, v))
-        return packed(0, *spread, window=window, scale=0.3).index_select(0, source_U)
+        return packed(spec, *spread).index_select(0, source_U)
 
     inputs = draw(tree)
-    got = with_gradients(lambda *qkv: attend(0, *qkv, window=window, scale=0.3), *inputs)
+    got = with_gradients(partial(attend, spec), *inputs)
     expected = with_gradients(sequence_by_sequence, *inputs)
     # A shared token's gradient is a sum over its sequences, in an order of the CPU's choosing.
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
@@ -76,9 +77,10 @@ def test_a_tree_attends_as_its_sequences_do(name: str, window: int | None):
 def test_all_ways_agree(name: str):
     tree = PrefixTree.of(SHAPES[name]).padded(4)
     attend, inputs = TreeAttention(tree, torch.device("cpu")), draw(tree)
-    by_mask = with_gradients(lambda *qkv: attend.by_mask(*qkv, None, None), *inputs)
-    by_paths = with_gradients(lambda *qkv: attend.by_paths(*qkv, None, None), *inputs)
-    by_segments = with_gradients(lambda *qkv: attend.by_segments(*qkv, None), *inputs)
+    by_mask, by_paths, by_segments = (
+        with_gradients(partial(way, AttentionSpec(0)), *inputs)
+        for way in (attend.by_mask, attend.by_paths, attend.by_segments)
+    )
     for found in (by_paths, by_segments):
         torch.testing.assert_close(found, by_mask, rtol=1e-5, atol=2e-6)
 
@@ -88,8 +90,9 @@ def test_all_ways_agree(name: str):
 def test_paths_with_a_window_agree_with_the_mask(name: str, window: int | None):
     tree = PrefixTree.of(SHAPES[name])
     attend, inputs = TreeAttention(tree, torch.device("cpu")), draw(tree)
-    by_mask = with_gradients(lambda *qkv: attend.by_mask(*qkv, window, 0.3), *inputs)
-    by_paths = with_gradients(lambda *qkv: attend.by_paths(*qkv, window, 0.3), *inputs)
+    spec = AttentionSpec(0, window, 0.3)
+    by_mask = with_gradients(partial(attend.by_mask, spec), *inputs)
+    by_paths = with_gradients(partial(attend.by_paths, spec), *inputs)
     torch.testing.assert_close(by_paths, by_mask, rtol=1e-5, atol=2e-6)
 
 
@@ -99,20 +102,18 @@ def test_short_answers_are_attended_by_paths_and_long_prompts_by_segments():
     long = [[*range(1000), 2000 + i, *range(i)] for i in range(16)]
     for sequences, is_short in ((short, True), (long, False)):
         tree = PrefixTree.of(sequences)
-        attend, (q, k, v, _) = TreeAttention(tree, torch.device("cpu")), draw(tree)
-        by_paths, by_segments = (
-            attend.by_paths(q, k, v, None, None),
-            attend.by_segments(q, k, v, None),
-        )
+        attend, (*qkv, _) = TreeAttention(tree, torch.device("cpu")), draw(tree)
+        spec = AttentionSpec(0)
+        by_paths, by_segments = attend.by_paths(spec, *qkv), attend.by_segments(spec, *qkv)
         assert not torch.equal(by_paths, by_segments), "else nothing is told"
-        assert torch.equal(attend(0, q, k, v), by_paths if is_short else by_segments)
+        assert torch.equal(attend(spec, *qkv), by_paths if is_short else by_segments)
 
 
 def test_another_number_of_tokens_is_refused():
     tree = PrefixTree.of([[1, 2, 3]])
     q, k, v, _ = draw(PrefixTree.of([[1, 2]]))
     with pytest.raises(ValueError, match="the tree has 3 tokens, got 2"):
-        TreeAttention(tree, torch.device("cpu"))(0, q, k, v)
+        TreeAttention(tree, torch.device("cpu"))(AttentionSpec(0), q, k, v)
 
 
 @pytest.mark.gpu
@@ -121,11 +122,11 @@ def test_another_number_of_tokens_is_refused():
 def test_cuda_kernels_equal_the_mask(name: str, dtype: torch.dtype):
     large = [[*range(700), 1000 + i, *range(i * 37)] for i in range(8)]
     tree = PrefixTree.of(large if name == "large" else SHAPES[name])
-    attend = TreeAttention(tree, torch.device("cuda"))
+    attend, spec = TreeAttention(tree, torch.device("cuda")), AttentionSpec(0, scale=0.3)
     inputs = draw(tree, "cuda", dtype)
-    got = with_gradients(lambda *qkv: attend(0, *qkv, scale=0.3), *inputs)
+    got = with_gradients(partial(attend, spec), *inputs)
     exact = [x.detach().float().requires_grad_(x.requires_grad) for x in inputs]
-    expected = with_gradients(lambda *qkv: attend.by_mask(*qkv, None, 0.3), *exact)
+    expected = with_gradients(partial(attend.by_mask, spec), *exact)
     for found, wanted in zip(got, expected, strict=True):
         error = (found.float() - wanted).norm() / wanted.norm().clamp(min=1e-2)
         assert error < (1e-4 if dtype is torch.float32 else 1e-2), float(error)

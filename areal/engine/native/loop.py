@@ -33,8 +33,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
-
 from areal.engine.native.engine import NativeEngine
 from areal.engine.native.sequence import Finished, GenRequest, Progress
 from areal.engine.native.wire import Refusal, Reply
@@ -81,6 +79,7 @@ class EngineLoop:
 
     def __init__(self, engine: NativeEngine) -> None:
         self._engine = engine
+        self.device = engine.device
         self._wake = threading.Condition()
         self._orders: list[_Submission | _Call] = []
         self._waiters: dict[str, _Waiter] = {}  # by rid; used by the engine thread only
@@ -99,10 +98,6 @@ class EngineLoop:
     def version(self) -> int:
         """Version of the live weights; does not block, also during a step."""
         return self._engine.version
-
-    @property
-    def device(self) -> torch.device:
-        return self._engine.device
 
     @property
     def loads_files(self) -> bool:

@@ -71,6 +71,7 @@ class LeadingEngine:
 
     def __init__(self, engine: NativeEngine, orders: dist.ProcessGroup, text: ModelText) -> None:
         self._engine = engine
+        self.device = engine.device  # of this rank
         self._group = orders
         self._text = text
         self._orders: list[dict[str, Any]] = []  # since the last message
@@ -80,11 +81,6 @@ class LeadingEngine:
     @property
     def version(self) -> int:
         return self._engine.version
-
-    @property
-    def device(self) -> torch.device:
-        """Of this rank."""
-        return self._engine.device
 
     @property
     def has_work(self) -> bool:

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from areal.engine.native.runner import Chunk
     from areal.engine.native.scheduler import SlotTable
     from areal.models.common.args import DeltaArgs
+    from areal.models.common.attention import AttentionSpec
     from areal.models.common.decoder import Decoder
     from areal.models.common.delta_rule import DeltaInputs
 
@@ -309,28 +310,21 @@ class PagedAttention:
         return cache.recur(layer, inputs, sizes, rows)
 
     def __call__(
-        self,
-        layer: int,
-        q_TNH: torch.Tensor,
-        k_TKH: torch.Tensor,
-        v_TKH: torch.Tensor,
-        *,
-        window: int | None = None,
-        scale: float | None = None,
+        self, spec: AttentionSpec, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor
     ) -> torch.Tensor:
-        row = self._cache.row_of[layer]
+        row = self._cache.row_of[spec.layer]
         keys, values = self._cache.keys[row], self._cache.values[row]
         keys.flatten(0, 1).index_copy_(0, self.write_T, k_TKH)
         values.flatten(0, 1).index_copy_(0, self.write_T, v_TKH)
-        if window not in self._buckets_of:
-            self._buckets_of[window] = self._make_buckets(window)
-        buckets = self._buckets_of[window]
+        if spec.window not in self._buckets_of:
+            self._buckets_of[spec.window] = self._make_buckets(spec.window)
+        buckets = self._buckets_of[spec.window]
         if len(buckets) == 1:
-            return self._attend_bucket(buckets[0], q_TNH, keys, values, scale)
+            return self._attend_bucket(buckets[0], q_TNH, keys, values, spec.scale)
         out_TNH = torch.empty_like(q_TNH)
         for bucket in buckets:
             rows = bucket.rows
-            out_TNH[rows] = self._attend_bucket(bucket, q_TNH[rows], keys, values, scale)
+            out_TNH[rows] = self._attend_bucket(bucket, q_TNH[rows], keys, values, spec.scale)
         return out_TNH
 
     def _attend_bucket(

@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
@@ -51,6 +51,7 @@ from areal.engine.native.wire import (
 from areal.engine.remote.engine import RemoteEngine
 from areal.engine.remote.protocol import (
     Draft,
+    DraftsByRid,
     Results,
     ServerProtocol,
     WeightOrder,
@@ -91,11 +92,7 @@ class NativeProtocol(ServerProtocol):
         check_supported(request)
 
     async def generate(
-        self,
-        session: aiohttp.ClientSession,
-        address: str,
-        drafts: Mapping[str, Draft],
-        version: int,
+        self, session: aiohttp.ClientSession, address: str, drafts: DraftsByRid, version: int
     ) -> Results:
         body = encode_entries(self._entries(drafts))
         url = f"http://{address}/generate"
@@ -211,10 +208,7 @@ class NativeProtocol(ServerProtocol):
         return [(start, end) for start, end in answer["intervals"]]
 
     def _results(
-        self,
-        address: str,
-        drafts: Mapping[str, Draft],
-        found: Iterator[Named],
+        self, address: str, drafts: DraftsByRid, found: Iterator[Named]
     ) -> Iterator[tuple[str, Result | Exception]]:
         try:
             for rid, one in found:
@@ -243,7 +237,7 @@ class NativeProtocol(ServerProtocol):
         fault = "output_tokens: expected those told before, at the beginning"
         return _rest_of(draft, found) or bad_reply(self.kind, address, fault)
 
-    def _entries(self, drafts: Mapping[str, Draft]) -> Iterator[Entry]:
+    def _entries(self, drafts: DraftsByRid) -> Iterator[Entry]:
         """One for all samples of a group that have no tokens yet."""
         for _, ((rid, first), *others) in groupby(drafts.items(), key=_group_of):
             further = [(rid, draft.seed) for rid, draft in others]

@@ -120,6 +120,9 @@ class Draft:
         )
 
 
+DraftsByRid = Mapping[str, Draft]
+
+
 _NONE = np.empty(0, np.int32)
 
 
@@ -149,13 +152,9 @@ class ServerProtocol(ABC):
 
     @abstractmethod
     def generate(
-        self,
-        session: aiohttp.ClientSession,
-        address: str,
-        drafts: Mapping[str, Draft],
-        version: int,
+        self, session: aiohttp.ClientSession, address: str, drafts: DraftsByRid, version: int
     ) -> Results:
-        """One HTTP exchange for all `drafts`, one unless `batches`, by their rid.
+        """One HTTP exchange for all `drafts`, one unless `batches`.
 
         Yields results and, for single requests, errors: ValueError if the server refuses one,
         BadReplyError for a malformed reply, ServerError if another server may do better. Raises the

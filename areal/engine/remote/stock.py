@@ -43,6 +43,7 @@ from areal.api.json_text import loads_object
 from areal.engine.native.frames import Result
 from areal.engine.remote.protocol import (
     Draft,
+    DraftsByRid,
     Results,
     ServerProtocol,
     WeightOrder,
@@ -147,11 +148,7 @@ class StockProtocol(ServerProtocol):
         return False
 
     async def generate(
-        self,
-        session: aiohttp.ClientSession,
-        address: str,
-        drafts: Mapping[str, Draft],
-        version: int,
+        self, session: aiohttp.ClientSession, address: str, drafts: DraftsByRid, version: int
     ) -> Results:
         ((rid, draft),) = drafts.items()
         rest, is_stream = continuation(draft), draft.request.on_tokens is not None

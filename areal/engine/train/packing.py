@@ -35,7 +35,7 @@ from areal.api.routed_experts import ROUTED_KEY
 from areal.engine.invariant_attention import InvariantPackedAttention
 from areal.engine.train.images import FrozenSights, MicroImages
 from areal.engine.train.logprobs import VocabPart, next_token_logprobs
-from areal.models.common.attention import Attend, PackedAttention
+from areal.models.common.attention import Attend, AttentionSpec, PackedAttention
 from areal.models.common.decoder import Decoder
 from areal.models.common.image_attention import ImageAttention
 from areal.models.common.layer_trace import trace_forward
@@ -53,14 +53,7 @@ class UlyssesAttention:
         self._group = group
 
     def __call__(
-        self,
-        layer: int,
-        q_tNH: torch.Tensor,
-        k_tKH: torch.Tensor,
-        v_tKH: torch.Tensor,
-        *,
-        window: int | None = None,
-        scale: float | None = None,
+        self, spec: AttentionSpec, q_tNH: torch.Tensor, k_tKH: torch.Tensor, v_tKH: torch.Tensor
     ) -> torch.Tensor:
         num_ranks = self._group.size()
         if k_tKH.shape[1] % num_ranks:
@@ -68,8 +61,7 @@ class UlyssesAttention:
             copies = num_ranks // k_tKH.shape[1]
             k_tKH, v_tKH = (x.repeat_interleave(copies, dim=1) for x in (k_tKH, v_tKH))
         q_TnH, k_TkH, v_TkH = (self._all_tokens(x) for x in (q_tNH, k_tKH, v_tKH))
-        out_TnH = self._attend(layer, q_TnH, k_TkH, v_TkH, window=window, scale=scale)
-        return self._all_heads(out_TnH)
+        return self._all_heads(self._attend(spec, q_TnH, k_TkH, v_TkH))
 
     def _all_tokens(self, x_tNH: torch.Tensor) -> torch.Tensor:
         x_CtnH = x_tNH.unflatten(1, (self._group.size(), -1)).transpose(0, 1)

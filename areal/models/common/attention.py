@@ -19,7 +19,7 @@ the window, and no S x S mask is created.
 callable of the caller: packed sequences in training, a paged cache in decoding. So both run the
 same weights through the same code up to there.
 
-    out_TNH = attend(attention.layer, *attention.heads(x_TD, cos_TR, sin_TR), ...)
+    out_TNH = attend(attention.spec, *attention.heads(x_TD, cos_TR, sin_TR))
     x_TD += attention.output(out_TNH)                # done by the block: see decoder.py
 
 Another kind of attention is another `AttentionLayer`: latent_attention.py.
@@ -33,7 +33,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -89,24 +89,17 @@ class PackedAttention:
         self._shape = (len(used), self._max_seqlen) if is_even else None
 
     def __call__(
-        self,
-        layer: int,
-        q_TNH: torch.Tensor,
-        k_TKH: torch.Tensor,
-        v_TKH: torch.Tensor,
-        *,
-        window: int | None = None,
-        scale: float | None = None,
+        self, spec: AttentionSpec, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor
     ) -> torch.Tensor:
         if len(q_TNH) != self.num_tokens:
             raise ValueError(f"cu_seqlens ends at {self.num_tokens}, got {len(q_TNH)} tokens")
-        if window is not None and window >= self._max_seqlen:
-            window = None
-        if (window is not None or self._shape is None) and _packed_kernel_takes(q_TNH):
-            return self._by_packed_kernel(q_TNH, k_TKH, v_TKH, window, scale)
+        if spec.window is not None and spec.window >= self._max_seqlen:
+            spec = replace(spec, window=None)
+        if (spec.window is not None or self._shape is None) and _packed_kernel_takes(q_TNH):
+            return self._by_packed_kernel(spec, q_TNH, k_TKH, v_TKH)
         if self._shape is not None:
-            return _attend_rows(q_TNH, k_TKH, v_TKH, self._shape, window, scale)
-        return self._rectangles.attend(q_TNH, k_TKH, v_TKH, window, scale)
+            return _attend_rows(spec, q_TNH, k_TKH, v_TKH, self._shape)
+        return self._rectangles.attend(spec, q_TNH, k_TKH, v_TKH)
 
     def recur(self, layer: int, inputs: DeltaInputs, sizes: DeltaArgs) -> torch.Tensor:
         """The gated delta rule (delta_rule.py), each sequence from a state of zeros."""
@@ -127,18 +120,13 @@ class PackedAttention:
         return Chunks.of(self._lengths, self.positions_T.device)
 
     def _by_packed_kernel(
-        self,
-        q_TNH: torch.Tensor,
-        k_TKH: torch.Tensor,
-        v_TKH: torch.Tensor,
-        window: int | None,
-        scale: float | None,
+        self, spec: AttentionSpec, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor
     ) -> torch.Tensor:
         varlen_attn, gqa = _varlen_attention()
         bounds, longest = self._cu_seqlens, self._max_seqlen
         out_TNH = varlen_attn(
-            q_TNH, k_TKH, v_TKH, bounds, bounds, longest, longest, scale=scale,
-            window_size=(-1 if window is None else window - 1, 0), **gqa,
+            q_TNH, k_TKH, v_TKH, bounds, bounds, longest, longest, scale=spec.scale,
+            window_size=(-1 if spec.window is None else spec.window - 1, 0), **gqa,
         )  # fmt: skip
         return cast(torch.Tensor, out_TNH)  # no tuple: no log-sum-exp was requested
 
@@ -172,17 +160,12 @@ class Rectangles:
         return cls(slots, slot_T.to(device))
 
     def attend(
-        self,
-        q_TNH: torch.Tensor,
-        k_TKH: torch.Tensor,
-        v_TKH: torch.Tensor,
-        window: int | None,
-        scale: float | None,
+        self, spec: AttentionSpec, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor
     ) -> torch.Tensor:
         outputs = []
         for token, shape in self.slots:
             q, k, v = (x.index_select(0, token) for x in (q_TNH, k_TKH, v_TKH))
-            outputs.append(_attend_rows(q, k, v, shape, window, scale))
+            outputs.append(_attend_rows(spec, q, k, v, shape))
         return torch.cat(outputs).index_select(0, self.slot_T)
 
     def num_scores(self) -> int:
@@ -205,22 +188,17 @@ def _packed_kernel_takes(q_TNH: torch.Tensor) -> bool:
 
 
 def _attend_rows(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    shape: tuple[int, int],
-    window: int | None,
-    scale: float | None,
+    spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shape: tuple[int, int]
 ) -> torch.Tensor:
     """Attention within each row of a rectangle: [B * S, heads, H] in and out."""
     q_BNSH, k_BKSH, v_BKSH = (x.unflatten(0, shape).transpose(1, 2) for x in (q, k, v))
-    if window is not None and window < shape[1]:
-        out_BNSH = _windowed(q_BNSH, k_BKSH, v_BKSH, window, scale)
+    if spec.window is not None and spec.window < shape[1]:
+        out_BNSH = _windowed(q_BNSH, k_BKSH, v_BKSH, spec.window, spec.scale)
     else:
         # Other devices have a single kernel, and the context manager costs time.
         with sdpa_kernel(_KERNELS, set_priority=True) if q.is_cuda else nullcontext():
             out_BNSH = F.scaled_dot_product_attention(
-                q_BNSH, k_BKSH, v_BKSH, is_causal=True, scale=scale,
+                q_BNSH, k_BKSH, v_BKSH, is_causal=True, scale=spec.scale,
                 enable_gqa=shares_heads(q_BNSH, k_BKSH),
             )  # fmt: skip
     return out_BNSH.transpose(1, 2).flatten(0, 1)
@@ -305,25 +283,22 @@ def _ranges(lengths: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(np.arange(counts.sum()) - first)
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """What a layer asks of `attend`."""
+
+    layer: int
+    window: int | None = None  # tokens each one sees, itself included; None: all before it
+    scale: float | None = None  # factor on the scores; None: H ** -0.5
+
+
 class Attend(Protocol):
     """An attention back end: causal attention of T new tokens."""
 
     def __call__(
-        self,
-        layer: int,
-        q_TNH: torch.Tensor,
-        k_TKH: torch.Tensor,
-        v_TKH: torch.Tensor,
-        /,
-        *,
-        window: int | None = None,
-        scale: float | None = None,
+        self, spec: AttentionSpec, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, /
     ) -> torch.Tensor:
-        """Return [T, N, H]; keys are rotated, ready to be cached.
-
-        window: number of tokens each one sees, itself included (None: all before it).
-        scale: factor on the scores (None: H ** -0.5).
-        """
+        """Return [T, N, H]; keys are rotated, ready to be cached."""
         ...
 
 
@@ -341,9 +316,7 @@ class AttentionLayer(nn.Module):
 
     def __init__(self, args: DecoderArgs, layer: int):
         super().__init__()
-        self.layer = layer
-        self.window = args.window(layer)
-        self.scale = args.score_scale
+        self.spec = AttentionSpec(layer, args.window(layer), args.score_scale)
         self.head_dim = args.head_dim
         self.has_fp8_cache = False  # keys and values are those that an FP8 cache returns
 

@@ -35,7 +35,7 @@ import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
-from areal.models.common.attention import Rectangles, masked_blocks
+from areal.models.common.attention import AttentionSpec, Rectangles, masked_blocks
 from areal.utils.prefix_tree import PrefixTree
 
 _aten = torch.ops.aten
@@ -169,22 +169,15 @@ class TreeAttention:
         self._tree = tree
 
     def __call__(
-        self,
-        layer: int,
-        q_TNH: torch.Tensor,
-        k_TKH: torch.Tensor,
-        v_TKH: torch.Tensor,
-        *,
-        window: int | None = None,
-        scale: float | None = None,
+        self, spec: AttentionSpec, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor
     ) -> torch.Tensor:
         if len(q_TNH) != self.num_tokens:
             raise ValueError(f"the tree has {self.num_tokens} tokens, got {len(q_TNH)}")
-        if self._paths_pay(q_TNH, window):
-            return self.by_paths(q_TNH, k_TKH, v_TKH, window, scale)
-        if window is None and has_kernel(q_TNH):
-            return self.by_segments(q_TNH, k_TKH, v_TKH, scale)
-        return self.by_mask(q_TNH, k_TKH, v_TKH, window, scale)
+        if self._paths_pay(q_TNH, spec.window):
+            return self.by_paths(spec, q_TNH, k_TKH, v_TKH)
+        if spec.window is None and has_kernel(q_TNH):
+            return self.by_segments(spec, q_TNH, k_TKH, v_TKH)
+        return self.by_mask(spec, q_TNH, k_TKH, v_TKH)
 
     def _paths_pay(self, q_TNH: torch.Tensor, window: int | None) -> bool:
         """Whether calls of the CPU's kernel cost more than computing shared scores again."""
@@ -197,19 +190,14 @@ class TreeAttention:
         return more * q_TNH.shape[1] * q_TNH.shape[2] <= num_runs * _CALL
 
     def by_paths(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        window: int | None,
-        scale: float | None,
+        self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
-        return self._paths.attend(q, k, v, window, scale)
+        return self._paths.attend(spec, q, k, v)
 
     def by_segments(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None
+        self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
-        return _BySegments.apply(q, k, v, *self._segments, scale)
+        return _BySegments.apply(q, k, v, *self._segments, spec.scale)
 
     @cached_property
     def _segments(self) -> tuple[Part, list[_Level]]:
@@ -232,12 +220,7 @@ class TreeAttention:
         return Rectangles(slots, rows.slot_T[first_T])
 
     def by_mask(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        window: int | None,
-        scale: float | None,
+        self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
         q_NTH, k_KTH, v_KTH = (x.transpose(0, 1)[None] for x in (q, k, v))
         place_T = torch.arange(self.num_tokens, device=q.device)
@@ -245,12 +228,12 @@ class TreeAttention:
         def sees(start: int, end: int) -> tuple[int, torch.Tensor]:
             query_Q1, key_M = place_T[start:end, None], place_T[:end]
             sees_QM = (key_M <= query_Q1) & (query_Q1 < self._subtree_end_T[:end])
-            if window is not None:
+            if spec.window is not None:
                 behind_QM = self.positions_T[start:end, None] - self.positions_T[:end]
-                sees_QM &= behind_QM < window
+                sees_QM &= behind_QM < spec.window
             return 0, sees_QM
 
-        out_NTH = masked_blocks(q_NTH, k_KTH, v_KTH, _QUERY_BLOCK, sees, scale)
+        out_NTH = masked_blocks(q_NTH, k_KTH, v_KTH, _QUERY_BLOCK, sees, spec.scale)
         return out_NTH[0].transpose(0, 1)
 
 

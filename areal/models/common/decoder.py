@@ -91,8 +91,7 @@ class DecoderBlock(nn.Module):
         self, attend: Attend, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor
     ) -> Tensors:
         """What `after` reads besides the block's input: the output of attention."""
-        layer, window, scale = self.attention.layer, self.attention.window, self.attention.scale
-        return (attend(layer, q_TNH, k_TKH, v_TKH, window=window, scale=scale),)
+        return (attend(self.attention.spec, q_TNH, k_TKH, v_TKH),)
 
     def after(self, x_TD: torch.Tensor, out_TNH: torch.Tensor) -> torch.Tensor:
         """The block's output."""
@@ -202,7 +201,8 @@ class Decoder(nn.Module):
         if self.window_rope is not None:
             window_rotation = self.window_rope(positions_T, x_TD.dtype)
         blocks = list(self.blocks)
-        rotations = [rotation if b.attention.window is None else window_rotation for b in blocks]
+        windows = [block.attention.spec.window for block in blocks]
+        rotations = [rotation if window is None else window_rotation for window in windows]
         if self.chain is not None and not deepstack and not any(map(_has_hooks, blocks)):
             x_TD = self.chain(blocks, x_TD, rotations, attend)
         else:

@@ -56,7 +56,7 @@ class GatedAttention(Attention):
 
     def mix(self, attend: AttendOrRecur, *mixed: torch.Tensor) -> torch.Tensor:
         q_TNH, k_TKH, v_TKH = mixed
-        return attend(self.layer, q_TNH, k_TKH, v_TKH, window=self.window, scale=self.scale)
+        return attend(self.spec, q_TNH, k_TKH, v_TKH)
 
     def gated_output(self, out_TNH: torch.Tensor, gate_TX: torch.Tensor) -> torch.Tensor:
         return self.wo(out_TNH.flatten(1) * torch.sigmoid(gate_TX))
@@ -105,7 +105,7 @@ class GatedDelta(AttentionLayer):
     def mix(self, attend: AttendOrRecur, *mixed: torch.Tensor) -> torch.Tensor:
         qkv_TX, decay_TN, beta_TN = mixed
         inputs = DeltaInputs(qkv_TX, decay_TN, beta_TN, self.kernel[:, 0])
-        return attend.recur(self.layer, inputs, self.sizes)
+        return attend.recur(self.spec.layer, inputs, self.sizes)
 
     def gated_output(self, out_TNV: torch.Tensor, gate_TX: torch.Tensor) -> torch.Tensor:
         gate_TNV = gate_TX.unflatten(-1, out_TNV.shape[1:])

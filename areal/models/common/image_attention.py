@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from areal.models.common.attention import Attend, shares_heads
+from areal.models.common.attention import Attend, AttentionSpec, shares_heads
 
 
 class ImageAttention:
@@ -25,16 +25,10 @@ class ImageAttention:
         self._causal, self._blocks = causal, blocks
 
     def __call__(
-        self,
-        layer: int,
-        q_TNH: torch.Tensor,
-        k_TKH: torch.Tensor,
-        v_TKH: torch.Tensor,
-        *,
-        window: int | None = None,
-        scale: float | None = None,
+        self, spec: AttentionSpec, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor
     ) -> torch.Tensor:
-        out_TNH = self._causal(layer, q_TNH, k_TKH, v_TKH, window=window, scale=scale)
+        out_TNH = self._causal(spec, q_TNH, k_TKH, v_TKH)
+        window = spec.window
         pieces, done = [], 0
         for first, start, end in self._blocks:
             if window is not None:
@@ -46,7 +40,7 @@ class ImageAttention:
                 device = q_TNH.device
                 seen_from_I = torch.arange(start - window + 1, end - window + 1, device=device)
                 mask_IS = torch.arange(first, end, device=device) >= seen_from_I[:, None]
-            pieces.append(_attend(q_INH, k_SKH, v_SKH, mask_IS, scale))
+            pieces.append(_attend(q_INH, k_SKH, v_SKH, mask_IS, spec.scale))
             done = end
         return torch.cat([*pieces, out_TNH[done:]])
 

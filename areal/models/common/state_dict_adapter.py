@@ -44,6 +44,13 @@ QK_NORM_FROM_HF: dict[str, str] = {
     "model.layers.{}.self_attn.q_norm.weight": "layers.{}.attention.q_norm.weight",
     "model.layers.{}.self_attn.k_norm.weight": "layers.{}.attention.k_norm.weight",
 }
+# Of a decoder whose heads of queries and keys are normed, with or without biases.
+QK_NORM_DECODER_FROM_HF: dict[str, str] = {
+    **DENSE_FROM_HF,
+    **QKV_BIAS_FROM_HF,
+    **OUT_BIAS_FROM_HF,
+    **QK_NORM_FROM_HF,
+}
 EXPERTS_FROM_HF: dict[str, str] = {
     "model.layers.{}.mlp.gate.weight": "layers.{}.feed_forward.router.weight",
     "model.layers.{}.mlp.experts.{}.gate_proj.weight": "layers.{}.feed_forward.experts.w1",
@@ -87,6 +94,11 @@ LATENT_FROM_HF: dict[str, str] = {
 }
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+def below(prefix: str, rows: Mapping[str, str]) -> dict[str, str]:
+    """`rows` of a decoder that checkpoints have below `prefix` in place of "model."."""
+    return {theirs.replace("model.", prefix, 1): ours for theirs, ours in rows.items()}
 
 
 class StateDictAdapter:

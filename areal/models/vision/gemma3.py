@@ -34,7 +34,10 @@ class Gemma3Tower(VisionTower):
         super().__init__(args)
         self.patch_embed = PatchEmbedding(args, bias=True, has_time=False)
         self.pos_embed = PositionTable(args.image_side**2, args.dim)
-        self.blocks = nn.ModuleList(_block(args) for _ in range(args.n_layers))
+        new_norm = partial(nn.LayerNorm, args.dim, args.norm_eps)
+        self.blocks = nn.ModuleList(
+            TowerBlock(new_norm, _Attention(args), _FeedForward(args)) for _ in range(args.n_layers)
+        )
         self.norm = nn.LayerNorm(args.dim, args.norm_eps)
         self.soft_norm = ZeroCenteredNorm(args.dim, args.norm_eps)
         self.projection = InputProjection(args.dim, args.out_dim)
@@ -50,12 +53,6 @@ class Gemma3Tower(VisionTower):
         # The patches of a square are neighbours.
         x_ID = self.norm(x_PD).unflatten(0, (-1, args.merge_size**2)).mean(1)
         return Sight(self.projection(self.soft_norm(x_ID)))
-
-
-def _block(args: VisionArgs) -> TowerBlock:
-    return TowerBlock(
-        partial(nn.LayerNorm, args.dim, args.norm_eps), _Attention(args), _FeedForward(args)
-    )
 
 
 class _Attention(TowerAttention):

@@ -29,14 +29,16 @@ from areal.models.vision.tower import (
     upload,
 )
 
-_NORM_EPS = 1e-6
-
 
 class Qwen2_5VLTower(VisionTower):
     def __init__(self, args: VisionArgs) -> None:
         super().__init__(args)
         self.patch_embed = PatchEmbedding(args, bias=False)
-        self.blocks = nn.ModuleList(_block(args) for _ in range(args.n_layers))
+        new_norm = partial(nn.RMSNorm, args.dim, args.norm_eps)
+        self.blocks = nn.ModuleList(
+            TowerBlock(new_norm, FusedAttention(args), _FeedForward(args))
+            for _ in range(args.n_layers)
+        )
         self.merger = _Merger(args)
 
     def see(self, images: Images) -> Sight:
@@ -54,12 +56,6 @@ class Qwen2_5VLTower(VisionTower):
         return Sight(self.merger(x_PD).index_select(0, back))
 
 
-def _block(args: VisionArgs) -> TowerBlock:
-    return TowerBlock(
-        partial(nn.RMSNorm, args.dim, _NORM_EPS), FusedAttention(args), _FeedForward(args)
-    )
-
-
 class _FeedForward(nn.Module):
     def __init__(self, args: VisionArgs) -> None:
         super().__init__()
@@ -75,7 +71,7 @@ class _Merger(nn.Module):
     def __init__(self, args: VisionArgs) -> None:
         super().__init__()
         self.joined_dim = args.dim * args.merge_size**2
-        self.ln_q = nn.RMSNorm(args.dim, _NORM_EPS)
+        self.ln_q = nn.RMSNorm(args.dim, args.norm_eps)
         self.mlp = nn.Sequential(
             nn.Linear(self.joined_dim, self.joined_dim),
             nn.GELU(),

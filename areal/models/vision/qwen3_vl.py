@@ -28,15 +28,17 @@ from areal.models.vision.tower import (
     upload,
 )
 
-_NORM_EPS = 1e-6
-
 
 class Qwen3VLTower(VisionTower):
     def __init__(self, args: VisionArgs) -> None:
         super().__init__(args)
         self.patch_embed = PatchEmbedding(args, bias=True)
         self.pos_embed = PositionTable(args.position_side**2, args.dim)
-        self.blocks = nn.ModuleList(_block(args) for _ in range(args.n_layers))
+        new_norm = partial(nn.LayerNorm, args.dim, args.norm_eps)
+        self.blocks = nn.ModuleList(
+            TowerBlock(new_norm, FusedAttention(args), _FeedForward(args))
+            for _ in range(args.n_layers)
+        )
         self.merger = _Merger(args, joins_first=False)
         self.deepstack_mergers = nn.ModuleList(
             _Merger(args, joins_first=True) for _ in args.deepstack_layers
@@ -66,12 +68,6 @@ class Qwen3VLTower(VisionTower):
         return (table_P4D * upload(weight_P4, device)[:, :, None]).sum(1)
 
 
-def _block(args: VisionArgs) -> TowerBlock:
-    return TowerBlock(
-        partial(nn.LayerNorm, args.dim, _NORM_EPS), FusedAttention(args), _FeedForward(args)
-    )
-
-
 class _FeedForward(nn.Module):
     def __init__(self, args: VisionArgs) -> None:
         super().__init__()
@@ -89,7 +85,7 @@ class _Merger(nn.Module):
         super().__init__()
         self.joins_first = joins_first
         self.joined_dim = args.dim * args.merge_size**2
-        self.norm = nn.LayerNorm(self.joined_dim if joins_first else args.dim, _NORM_EPS)
+        self.norm = nn.LayerNorm(self.joined_dim if joins_first else args.dim, args.norm_eps)
         self.linear_fc1 = nn.Linear(self.joined_dim, self.joined_dim)
         self.linear_fc2 = nn.Linear(self.joined_dim, args.out_dim)
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from tiny import tiny_model
 
 from areal.engine.native.torch_runner import KVCache, PagedAttention, bucket_of, new_cache
+from areal.models.common.attention import AttentionSpec
 
 
 def make_cache(num_pages: int, page_size: int) -> KVCache:
@@ -39,7 +40,7 @@ def test_prefill_equals_dense_causal_attention(lengths, window, scale):
             tables[start : start + n, page] = next(free)
         start += n
 
-    out = PagedAttention(cache, positions, tables)(1, q, k, v, window=window, scale=scale)
+    out = PagedAttention(cache, positions, tables)(AttentionSpec(1, window, scale), q, k, v)
 
     start = 0
     for n in lengths:
@@ -64,11 +65,12 @@ def test_a_decoded_row_equals_the_prefilled_one_bit_for_bit(window):
     cache = make_cache(12, 4)
     q, k, v = torch.randn(37, 4, 8), torch.randn(37, 2, 8), torch.randn(37, 2, 8)
     tables = np.tile(np.arange(1, 11), (37, 1))
-    together = PagedAttention(cache, np.arange(37), tables)(0, q, k, v, window=window)
+    spec = AttentionSpec(0, window)
+    together = PagedAttention(cache, np.arange(37), tables)(spec, q, k, v)
     for t in (0, 5, 16, 36):
         row = slice(t, t + 1)
         attend = PagedAttention(cache, np.array([t]), tables[:1])
-        one = attend(0, q[row], k[row], v[row], window=window)
+        one = attend(spec, q[row], k[row], v[row])
         assert torch.equal(one, together[row])
 
 
@@ -80,7 +82,7 @@ def test_a_window_reads_only_the_pages_it_reaches():
     cache.values.fill_(torch.nan)
     cache.keys[:, 9:], cache.values[:, 9:] = 0.0, 0.0
     tables = np.arange(1, 12)[None]
-    out = PagedAttention(cache, np.array([37]), tables)(0, q, k, v, window=6)
+    out = PagedAttention(cache, np.array([37]), tables)(AttentionSpec(0, window=6), q, k, v)
     assert bool(out.isfinite().all())
 
 

@@ -109,18 +109,22 @@ def _rms_norm_kernel(
     x = x * tl.rsqrt(tl.sum(x * x) / D + eps) * weight
     if scale_ptr is not None:
         x = rounded(x, x_ptr.dtype.element_ty)
-        x, scale = _quantized(x, BLOCK // GROUP, GROUP)
-        group = tl.arange(0, BLOCK // GROUP)
-        tl.store(scale_ptr + group * scale_stride + row, scale, group * GROUP < D)
+        x = _quantized(x, scale_ptr, scale_stride, row, 0, D, BLOCK, GROUP)
     tl.store(out_ptr + place, x.to(out_ptr.dtype.element_ty), inside)
 
 
 @triton.jit
-def _quantized(x, GROUPS: tl.constexpr, GROUP: tl.constexpr):
-    """x over its scales [GROUPS], and these."""
+def _quantized(
+    x, scale_ptr, scale_stride, row, block, width, BLOCK: tl.constexpr, GROUP: tl.constexpr
+):
+    """Block `block` of a row over the scales of its groups, which are written."""
+    GROUPS: tl.constexpr = BLOCK // GROUP
     x = tl.reshape(x, [GROUPS, GROUP])
     scale = power_of_two_scale(tl.max(tl.abs(x), axis=1))
-    return tl.reshape(x / scale[:, None], [GROUPS * GROUP]), scale
+    x = tl.reshape(x / scale[:, None], [BLOCK])
+    group = block * GROUPS + tl.arange(0, GROUPS)
+    tl.store(scale_ptr + group * scale_stride + row, scale, group * GROUP < width)
+    return x
 
 
 @triton.jit
@@ -196,9 +200,8 @@ def _gate_mul_kernel(
     up = tl.load(gate_up_ptr + row * 2 * F + F + column, inside, 0.0).to(tl.float32)
     y = gate(x, up, dtype, ACTIVATION)
     if scale_ptr is not None:
-        y, scale = _quantized(rounded(y, dtype), BLOCK // GROUP, GROUP)
-        group = tl.program_id(1) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
-        tl.store(scale_ptr + group * scale_stride + row, scale, group * GROUP < F)
+        y = rounded(y, dtype)
+        y = _quantized(y, scale_ptr, scale_stride, row, tl.program_id(1), F, BLOCK, GROUP)
     tl.store(out_ptr + row * F + column, y.to(out_ptr.dtype.element_ty), inside)
 
 
@@ -225,9 +228,7 @@ def _quantize_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * D + column, column < D, 0.0).to(tl.float32)
-    q, scale = _quantized(x, BLOCK // GROUP, GROUP)  # pyright: ignore[reportGeneralTypeIssues]  # inlined
-    group = tl.program_id(1) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
-    tl.store(scale_ptr + group * scale_stride + row, scale, group * GROUP < D)
+    q = _quantized(x, scale_ptr, scale_stride, row, tl.program_id(1), D, BLOCK, GROUP)
     tl.store(out_ptr + row * D + column, q.to(out_ptr.dtype.element_ty), column < D)
 
 

@@ -248,13 +248,12 @@ class ModuleDecoder:
         page_T = (rows.write_T // self._cache.page_size).long()
         offset_T = (rows.write_T % self._cache.page_size).long()
 
-        def cache_and_attend(layer, q_TNH, k_TKH, v_TKH, *, window=None, scale=None):
-            del window, scale  # `attend` knows those of its layers
-            keys, values = self._cache.layer(layer)
+        def cache_and_attend(spec, q_TNH, k_TKH, v_TKH):
+            keys, values = self._cache.layer(spec.layer)
             keys[page_T, :, offset_T] = k_TKH
             values[page_T, :, offset_T] = v_TKH
             out_TNH = torch.empty_like(q_TNH)
-            attend(layer, q_TNH, out_TNH)
+            attend(spec.layer, q_TNH, out_TNH)  # which knows its window and scale
             return out_TNH
 
         seen = (rows.sight, rows.sight_rows_I)

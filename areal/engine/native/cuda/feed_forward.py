@@ -41,10 +41,7 @@ class FeedForwardLayer(Protocol):
     projections: tuple[Projection, ...]
 
     def forward(
-        self,
-        normed_TD: torch.Tensor | Fp8Rows,
-        routed_TLK: torch.Tensor,
-        products: Products,
+        self, normed_TD: torch.Tensor | Fp8Rows, routed_TLK: torch.Tensor, products: Products
     ) -> torch.Tensor:
         """What `add_rms_norm` adds; a layer with experts writes which into its part of `routed`."""
         ...
@@ -62,10 +59,7 @@ class DenseLayer:
         self.projections = (self._gate_up, self._w2)
 
     def forward(
-        self,
-        normed_TD: torch.Tensor | Fp8Rows,
-        routed_TLK: torch.Tensor,
-        products: Products,
+        self, normed_TD: torch.Tensor | Fp8Rows, routed_TLK: torch.Tensor, products: Products
     ) -> torch.Tensor:
         activated_TF = products.gate_up(normed_TD, self._gate_up, self._activation)
         return products.project(activated_TF, self._w2)
@@ -102,10 +96,7 @@ class ExpertLayer:
         self.projections = () if self._shared is None else self._shared.projections
 
     def forward(
-        self,
-        normed_TD: torch.Tensor | Fp8Rows,
-        routed_TLK: torch.Tensor,
-        products: Products,
+        self, normed_TD: torch.Tensor | Fp8Rows, routed_TLK: torch.Tensor, products: Products
     ) -> torch.Tensor:
         assert isinstance(normed_TD, torch.Tensor), "experts have no FP8 weights"
         router, experts_TK = self._router, routed_TLK[:, self._index]

@@ -72,11 +72,11 @@ class AttentionMixer:
         self.qkv = fuse_linears(attention.wq, attention.wk, attention.wv)
         self.wo = fuse_linears(attention.wo)
         self.projections = (self.qkv, self.wo)
-        self._layer, self._cache = attention.layer, cache
+        self._layer, self._cache = attention.spec.layer, cache
         self._heads = (args.n_heads, args.head_dim)
         self._q_norm = attention.q_norm and norm_of(attention.q_norm, args)
         self._k_norm = attention.k_norm and norm_of(attention.k_norm, args)
-        self._has_window = attention.window is not None
+        self._has_window = attention.spec.window is not None
 
     def forward(
         self, normed_TD: torch.Tensor | Fp8Rows, products: Products, step: Step
@@ -103,7 +103,7 @@ class GatedAttentionMixer:
         self._qkv = fuse_linears(attention.wq, attention.wk, attention.wv)
         self._wo = fuse_linears(attention.wo)
         self.projections = (self._qkv, self._wo)
-        self._layer, self._cache = attention.layer, cache
+        self._layer, self._cache = attention.spec.layer, cache
         self._heads = (args.n_heads, args.head_dim)
         self._norms = norm_of(attention.q_norm, args), norm_of(attention.k_norm, args)
 
@@ -130,7 +130,7 @@ class DeltaMixer:
         eps = delta.norm.eps
         assert eps is not None, "the family's norms have one"
         gates = DeltaGates(delta.log_rate, delta.decay_bias, Norm(delta.norm.weight, eps))
-        self._weights = DeltaWeights(delta.layer, delta.kernel.detach()[:, 0], gates)
+        self._weights = DeltaWeights(delta.spec.layer, delta.kernel.detach()[:, 0], gates)
 
     def forward(
         self, normed_TD: torch.Tensor | Fp8Rows, products: Products, step: Step

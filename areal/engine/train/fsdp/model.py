@@ -56,7 +56,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from areal.engine.train.fit import banned_ids
 from areal.engine.train.fsdp.weights import fill_buffers, with_partial_gradient
 from areal.engine.train.logprobs import VocabPart, next_token_logprobs
-from areal.models.common.attention import Attend, PackedAttention
+from areal.models.common.attention import Attend, AttentionSpec, PackedAttention
 from areal.models.hf_io import read_hf_config
 from areal.models.parallel_dims import ParallelMesh
 
@@ -406,9 +406,8 @@ def packed_attention(
             "attention does not compute: use another model"
         )
     q_TNH, k_TKH, v_TKH = (x[0].transpose(0, 1) for x in (query, key, value))
-    layer = cast(int, module.layer_idx)
-    out_TNH = attend(layer, q_TNH, k_TKH, v_TKH, window=sliding_window, scale=scaling)
-    return out_TNH[None], None
+    spec = AttentionSpec(cast(int, module.layer_idx), sliding_window, scaling)
+    return attend(spec, q_TNH, k_TKH, v_TKH)[None], None
 
 
 ALL_ATTENTION_FUNCTIONS.register(PACKED_ATTENTION, packed_attention)

@@ -36,7 +36,7 @@ from areal.engine.train.logprobs import VocabPart, next_token_logprobs
 from areal.engine.train.megatron.layout import Layout
 from areal.engine.train.packing import pack_rows
 from areal.models.common.args import DecoderArgs
-from areal.models.common.attention import Attend
+from areal.models.common.attention import Attend, AttentionSpec
 from areal.models.common.rope import RotaryEmbedding, rotate
 
 
@@ -167,7 +167,7 @@ class CoreAttention(nn.Module):
 
     def __init__(self, config: TransformerConfig, layer_number: int, **_: Any) -> None:
         super().__init__()
-        self.layer = layer_number - 1
+        self.spec = AttentionSpec(layer_number - 1)
 
     def forward(
         self,
@@ -180,7 +180,7 @@ class CoreAttention(nn.Module):
         **_: Any,
     ) -> torch.Tensor:
         q_tNH, k_tKH = (rotate(x, *packed_seq_params.rotation) for x in (q_tNH, k_tKH))
-        return packed_seq_params.attend(self.layer, q_tNH, k_tKH, v_tKH).flatten(1)
+        return packed_seq_params.attend(self.spec, q_tNH, k_tKH, v_tKH).flatten(1)
 
 
 class MegatronStage(GPTModel):
