@@ -24,7 +24,7 @@ from areal.models.common.fp8 import GROUP
 from areal.models.common.fp8_kernels import power_of_two_scale
 
 _HEADS_PER_PROGRAM = 8
-_GATE_BLOCK = 1024
+_GATE_BLOCK = 2048
 _SOFTCAP_BLOCK = 4096
 
 
@@ -121,7 +121,7 @@ def _quantized(
     GROUPS: tl.constexpr = BLOCK // GROUP
     x = tl.reshape(x, [GROUPS, GROUP])
     scale = power_of_two_scale(tl.max(tl.abs(x), axis=1))
-    x = tl.reshape(x / scale[:, None], [BLOCK])
+    x = tl.reshape(x * (1.0 / scale)[:, None], [BLOCK])  # exact: powers of two
     group = block * GROUPS + tl.arange(0, GROUPS)
     tl.store(scale_ptr + group * scale_stride + row, scale, group * GROUP < width)
     return x
@@ -342,8 +342,9 @@ def _rope_kernel(
         v_scale = _head_scale(v_first, v_second)
         tl.store(key_scales_ptr + position, k_scale, is_k[:, None])
         tl.store(value_scales_ptr + position, v_scale, is_v[:, None])
-        turned_first, turned_second = turned_first / k_scale, turned_second / k_scale
-        v_first, v_second = v_first / v_scale, v_second / v_scale
+        k_factor, v_factor = 1.0 / k_scale, 1.0 / v_scale  # exact: powers of two
+        turned_first, turned_second = turned_first * k_factor, turned_second * k_factor
+        v_first, v_second = v_first * v_factor, v_second * v_factor
     slot = position * 2 * R + pair[None, :]
     cached: tl.constexpr = keys_ptr.dtype.element_ty
     k_mask = is_k[:, None] & in_pair[None, :]
