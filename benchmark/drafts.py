@@ -6,7 +6,8 @@ The model is the one `examples/smollm2/prepare.py` writes (any chat model will d
 answered 16 times at temperature 1, until the model ends it or 1,024 tokens; `all` sends all
 questions at once, so that drafts begin when few answers are left, `one_by_one` a group at a time.
 Rows: tokens per second without drafts, and the speed with them as a multiple of it; how many tokens
-were drafted, and the share that came true.
+were drafted, and the share that came true. `limit` is what no such draft exceeds: the speed if each
+token that most often follows the same tokens, so far in its group, were there without a pass.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 
 import torch
 from report import Row, print_table, write_json
@@ -38,6 +41,7 @@ QUESTIONS = [
     )
 ]
 SAMPLES = 16
+MATCH = 3  # tokens that must stand elsewhere, as in areal/engine/native/drafts.py
 
 
 def main() -> int:
@@ -73,12 +77,12 @@ def measure(model: str, device: str, prompts: list[list[int]], num_tokens: int) 
     for name, batches in (("all", [prompts]), ("one_by_one", [[prompt] for prompt in prompts])):
         speed = {}
         for drafts, engine in engines.items():
-            run(engine, batches, num_tokens)  # captures graphs, compiles
+            answers = run(engine, batches, num_tokens)[2]  # captures graphs, compiles
             # Nothing of the first time is in the cache of the second.
             tensors = engine.model.named_hf_tensors()
             engine.load_weights(tensors, engine.version + 1, recompute_kv=True)
             before = engine.stats()
-            num_drawn, seconds = run(engine, batches, num_tokens)
+            num_drawn, seconds, _ = run(engine, batches, num_tokens)
             after = engine.stats()
             speed[drafts] = num_drawn / seconds
         num_drafted = after["tokens_drafted"] - before["tokens_drafted"]
@@ -93,24 +97,50 @@ def measure(model: str, device: str, prompts: list[list[int]], num_tokens: int) 
                 "of the drafted tokens",
             ),
         ]
+    share = guessable_share([(prompts[i], group) for i, group in answers.items()])
+    rows.append(Row("smollm2_group_tail_drafts/limit", 1 / (1 - share), "times as fast"))
     return rows
 
 
-def run(engine: NativeEngine, batches: list[list[list[int]]], num_tokens: int) -> tuple[int, float]:
-    """Tokens drawn, and seconds."""
-    num_drawn, start = 0, time.perf_counter()
+def guessable_share(groups: Sequence[tuple[list[int], list[list[int]]]]) -> float:
+    """Of the tokens of all answers: those that follow MATCH tokens as another one did most often
+    before, in the prompt or in any answer to it so far. Answers are written at the same pace."""
+    num_guessed = num_tokens = 0
+    for prompt, answers in groups:
+        followers: defaultdict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
+        for end in range(MATCH, len(prompt)):
+            followers[tuple(prompt[end - MATCH : end])][prompt[end]] += 1
+        num_tokens += sum(map(len, answers))
+        for place in range(MATCH, max(map(len, answers))):
+            drawn = [(tuple(a[place - MATCH : place]), a[place]) for a in answers if place < len(a)]
+            for before, token in drawn:
+                if before in followers:
+                    num_guessed += followers[before].most_common(1)[0][0] == token
+            for before, token in drawn:
+                followers[before][token] += 1
+    return num_guessed / num_tokens
+
+
+def run(
+    engine: NativeEngine, batches: list[list[list[int]]], num_tokens: int
+) -> tuple[int, float, dict[int, list[list[int]]]]:
+    """Tokens drawn, seconds, and the answers by question."""
+    answers: defaultdict[int, list[list[int]]] = defaultdict(list)
+    num_drawn, number, start = 0, 0, time.perf_counter()
     for batch in batches:
         for i, prompt in enumerate(batch):
             for j in range(SAMPLES):
                 options = GenerationHyperparameters(max_new_tokens=num_tokens, seed=100 * i + j)
-                engine.add(GenRequest(f"{i}-{j}", prompt, options))
+                engine.add(GenRequest(f"{number + i}-{j}", prompt, options))
+        number += len(batch)
         while engine.has_work:
             for done in engine.step():
                 assert isinstance(done, Finished)
                 num_drawn += len(done.output_tokens)
+                answers[int(done.rid.partition("-")[0])].append(done.output_tokens)
     if engine.device.type == "cuda":
         torch.cuda.synchronize()
-    return num_drawn, time.perf_counter() - start
+    return num_drawn, time.perf_counter() - start, answers
 
 
 if __name__ == "__main__":

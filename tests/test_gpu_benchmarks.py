@@ -147,3 +147,16 @@ def test_adapters_of_the_benchmark_change_every_projection(monkeypatch):
     assert len(logprobs) == 3
     (adapter, _) = engine.adapters.by_number.values()
     assert len(adapter.matrices) == 2 * len(adapters.TARGETS)
+
+
+def test_the_tokens_that_a_group_lets_guess_by_hand(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    from drafts import guessable_share
+
+    prompt = [1, 2, 3, 4]
+    # Of the first answer the prompt tells the 4 after 1 2 3. In the second, written at the same
+    # pace, 9 follows 7 8 6 as in the first one two places before; 5 follows 1 2 3 as nowhere else.
+    first, second = [1, 2, 3, 4, 7, 8, 6, 9], [1, 2, 3, 5, 0, 0, 7, 8, 6, 9]
+    assert guessable_share([(prompt, [first])]) == 1 / 8
+    assert guessable_share([(prompt, [first, second])]) == 2 / 18
+    assert guessable_share([(prompt, [[5, 6], [5]])]) == 0
