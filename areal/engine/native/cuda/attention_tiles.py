@@ -39,9 +39,9 @@ _UNPACK = tl.constexpr("""{
 MAX_SUMS = 128 * 256  # float32 of a program: half of the registers of a multiprocessor
 
 
-def padded(head_dim: int) -> int:
-    """Columns of a tile of such heads."""
-    return max(_MIN_WIDTH, int(triton.next_power_of_2(head_dim)))
+def padded(head_dim: int, *, fp8: bool = False) -> int:
+    """Columns of a tile of such heads; half of those of an FP8 cache make a product."""
+    return max(_MIN_WIDTH * (1 + fp8), int(triton.next_power_of_2(head_dim)))
 
 
 def scale_log2e(scale: float | None, head_dim: int) -> float:

@@ -68,7 +68,7 @@ def tiles_for(num_splits: int, head_dim: int, dtype: torch.dtype, device: Device
 
     Many splits mean one or two rows, often short: small tiles give them to more multiprocessors.
     """
-    row_bytes = padded(head_dim) * dtype.itemsize
+    row_bytes = padded(head_dim, fp8=dtype.itemsize == 1) * dtype.itemsize
     tile = max(_MIN_TILE, min(128, _TILE_BYTES // (2 * row_bytes)))
     while tile > _MIN_TILE and 4 * tile * row_bytes > 0.7 * device.program_bytes:
         tile //= 2
@@ -208,6 +208,7 @@ def _launch(
     heads = triton.next_power_of_2(num_heads // num_kv_heads)
     if num_splits == 1:
         partial = None
+    width = padded(head_dim, fp8=scales is not None)
     num_programs = num_rows * num_kv_heads * num_splits
     is_crowded = num_programs >= _CROWD * device_of(q_RNH.device).num_processors
     _decode_kernel[(num_kv_heads, num_rows, num_splits)](
@@ -220,10 +221,10 @@ def _launch(
         scale_log2e(scale, head_dim), tiles.min_split, window or 0,
         GROUP=num_heads // num_kv_heads,
         HEADS=heads,
-        CHUNK=min(num_splits, max(1, _FOLDED // (heads * padded(head_dim)))),
+        CHUNK=min(num_splits, max(1, _FOLDED // (heads * width))),
         GROUP_PADDED=max(16, heads),
         HEAD_DIM=head_dim,
-        PADDED=padded(head_dim),
+        PADDED=width,
         PAGE_SIZE=page_size,
         NUM_SPLITS=num_splits,
         TILE=tiles.tile,
@@ -233,7 +234,7 @@ def _launch(
         WINDOWED=window is not None,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
-        maxnreg=_CROWD_REGISTERS if scales and is_crowded and padded(head_dim) <= 128 else None,
+        maxnreg=_CROWD_REGISTERS if scales and is_crowded and width <= 128 else None,
         **overlapping(OVERLAP),
     )  # fmt: skip
 

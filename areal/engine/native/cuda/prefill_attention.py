@@ -67,7 +67,7 @@ def tiles_for(
     small tiles are up to 1.5 times as fast, unless heads are wide; with 4096 they lose 6 %. Keys
     in FP8 are converted in registers, which one group of warps of few rows has enough of.
     """
-    width, keys, most_stages = padded(head_dim), 64, 3
+    width, keys, most_stages = padded(head_dim, fp8=fp8), 64, 3
     fewest = max(16, int(triton.next_power_of_2(group)))
     if max_rows * group <= 16 or dtype == torch.float32:
         pairs, num_warps = fewest, 4
@@ -141,7 +141,7 @@ def prefill_attention(
         window or 0,
         GROUP=group,
         HEAD_DIM=head_dim,
-        PADDED=padded(head_dim),
+        PADDED=padded(head_dim, fp8=scales is not None),
         PAGE_SIZE=page_size,
         PAIRS=tiles.pairs,
         TILE=tiles.keys,

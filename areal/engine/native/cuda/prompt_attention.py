@@ -42,7 +42,8 @@ def prompt_attention(
     """
     heads, page_size = shared.space.heads, keys.shape[2]
     is_half = q_RNH.element_size() == 2
-    row_bytes = padded(heads.head_dim) * q_RNH.element_size()
+    width = padded(heads.head_dim, fp8=scales is not None)
+    row_bytes = width * q_RNH.element_size()
     stages = device_of(q_RNH.device).stages(heads.pairs * row_bytes, 2 * PROMPT_TILE * row_bytes, 3)
     num_items = max(shared.space.most_items, len(shared.bundle_B2))
     _prompt_kernel[(heads.num_kv_heads, num_items)](
@@ -52,7 +53,7 @@ def prompt_attention(
         page_table_SP.stride(0), keys.stride(0), scale_log2e(scale, heads.head_dim),
         GROUP=heads.num_heads // heads.num_kv_heads,
         HEAD_DIM=heads.head_dim,
-        PADDED=padded(heads.head_dim),
+        PADDED=width,
         PAGE_SIZE=page_size,
         PAIRS=heads.pairs,
         TILE=PROMPT_TILE,

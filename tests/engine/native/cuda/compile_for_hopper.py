@@ -33,6 +33,7 @@ MODELS = {  # family, overrides of its tiny config
     "qwen3": ("qwen3", {"head_dim": 64}),
     "adapters": ("qwen3", {"head_dim": 64}),
     "fp8": ("qwen3", {"head_dim": 128}),
+    "fp8_of_16": ("qwen3", {"head_dim": 16}),
     # The shape of gemma-3-1b, and the softcap that its family may have.
     "gemma3": (
         "gemma3_text",
@@ -52,11 +53,13 @@ MODELS = {  # family, overrides of its tiny config
         | {"linear_key_head_dim": 128, "linear_value_head_dim": 128},
     ),
 }
+ATTENTION = ("decode_attention", "prefill_attention", "prompt_attention")
 # The files of kernels that are compiled, where not all: other models have the others.
 FILES = {
     "hybrid": ("delta_chunk_kernels", "delta_conv_kernels", "hybrid_kernels"),
     "adapters": ("adapter_linear",),
-    "fp8": ("decode_attention", "prefill_attention", "prompt_attention"),
+    "fp8": ATTENTION,
+    "fp8_of_16": ATTENTION,
 }
 TYPES = {
     torch.float32: "*fp32",
@@ -144,7 +147,7 @@ def main() -> None:
         family, overrides = MODELS[name]
         shape = {"hidden_size": 128, "num_hidden_layers": 1} | overrides
         model = tiny_model(family, **shape).bfloat16()
-        if name == "fp8":
+        if name.startswith("fp8"):
             model.store_in_fp8()
         num_states = None
         if model.args.delta is not None:

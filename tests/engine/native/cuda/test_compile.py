@@ -37,7 +37,7 @@ def test_kernels_compile_for_an_h200(tmp_path):
     models = ["qwen3", "experts", "gemma3", "heads_of_80", "heads_of_96"]
     kernels = defaultdict(list)
     for model, kernel, _ in compile_for_hopper(
-        tmp_path, *models, "adapters", "fp8", "hybrid", "fp8_training"
+        tmp_path, *models, "adapters", "fp8", "fp8_of_16", "hybrid", "fp8_training"
     ):
         kernels[model].append(kernel)
     training = {"solve_kernel", "states_back_kernel", "chunk_back_kernel", "mix_back_kernel"}
@@ -52,7 +52,7 @@ def test_kernels_compile_for_an_h200(tmp_path):
         wanted = dense - {"_prompt_kernel"} if model == "heads_of_96" else dense
         assert wanted <= set(kernels[model]), model
         assert experts & set(kernels[model]) == (experts if model == "experts" else set()), model
-    assert set(kernels["fp8"]) == attention
+    assert set(kernels["fp8"]) == set(kernels["fp8_of_16"]) == attention
     assert set(kernels["adapters"]) == {
         "_shrink_kernel",
         "_expand_kernel",
