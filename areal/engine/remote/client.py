@@ -26,11 +26,10 @@ import math
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
 
 import aiohttp
 
@@ -80,6 +79,7 @@ class _Call:
     cost: int  # most tokens of prompt and output
     attempts: int = 0
     exchange: _Exchange | None = None
+    rid: str = ""  # on the wire, in `exchange`
     has_ended: bool = False
     error: Exception | None = None  # that it ended with
 
@@ -105,6 +105,7 @@ class _Exchange:
     num_wanted: int  # calls not cancelled yet
     places: list[tuple[Sequence[int], int]]  # prompts and tokens that the router has counted
     closed: set[str] = field(default_factory=set)  # rids whose further results are ignored
+    given_up: list[str] = field(default_factory=list)  # rids that the server is still to abort
     entry: GateState | None = None  # while it is inside the gate
     is_dropped: bool = False
     task: asyncio.Task = field(init=False)  # runs it
@@ -271,8 +272,8 @@ class GenerateClient:
             exchange.places.append((request.input_ids, cost))
             exchange.num_wanted += len(share)
             for call in share:
-                exchange.waiting[self._wire_rid(call)] = call
-                call.exchange = exchange
+                call.rid, call.exchange = self._wire_rid(call), exchange
+                exchange.waiting[call.rid] = call
         return exchanges.values()
 
     def _session_of(self, address: str) -> aiohttp.ClientSession:
@@ -379,7 +380,7 @@ class GenerateClient:
                 if call.exchange is not None and not call.is_over:
                     call.draft.tell(result)
                 elif call.exchange is None and result.stop_reason is None:
-                    self._abort(exchange, rid)  # the first abort came before the request
+                    self._abort_soon(exchange, rid)  # the first abort came before the request
                 if call.draft.stop_reason is None:
                     return
         call = _settled(exchange, rid)
@@ -529,12 +530,22 @@ class GenerateClient:
         if exchange.num_wanted == 0:
             exchange.task.cancel()
         else:
-            self._abort(exchange, next(rid for rid, one in exchange.waiting.items() if one is call))
+            self._abort_soon(exchange, call.rid)
 
-    def _abort(self, exchange: _Exchange, rid: str) -> None:
-        task = self.events.create_task(self._send_abort(exchange.server.address, rid))
-        self._aborts.add(task)
-        task.add_done_callback(self._aborts.discard)
+    def _abort_soon(self, exchange: _Exchange, rid: str) -> None:
+        """When all who give up in this iteration of the loop have: often that is everyone, whose
+        connection is closed then, and thousands of requests to abort are not needed."""
+        if not exchange.given_up:
+            self.events.call_soon(self._send_aborts, exchange)
+        exchange.given_up.append(rid)
+
+    def _send_aborts(self, exchange: _Exchange) -> None:
+        rids, exchange.given_up = exchange.given_up, []
+        is_ending = exchange.task.done() or exchange.task.cancelling()
+        for rid in () if is_ending else rids:
+            task = self.events.create_task(self._send_abort(exchange.server.address, rid))
+            self._aborts.add(task)
+            task.add_done_callback(self._aborts.discard)
 
     async def _send_abort(self, address: str, rid: str) -> None:
         with suppress(aiohttp.ClientError, OSError):  # a server that is gone has freed it
@@ -563,28 +574,6 @@ def _settled(exchange: _Exchange, rid: str) -> _Call | None:
     exchange.num_wanted -= 1
     # Else cancelled in this very tick: its caller has not run since.
     return None if call.is_over else call
-
-
-_CLOSE_S = 60.0  # a live event loop needs milliseconds, or seconds with thousands of requests
-
-
-def close_on_its_loop(
-    events: asyncio.AbstractEventLoop, close: Callable[[], Coroutine[Any, Any, None]]
-) -> None:
-    """Runs `close()` on `events`; waits for it, unless this is the loop's own thread."""
-    if events.is_closed():
-        return
-    if not events.is_running():
-        events.run_until_complete(close())
-    elif runs_here(events):
-        events.create_task(close(), name="client-close")
-    else:
-        try:
-            asyncio.run_coroutine_threadsafe(close(), events).result(_CLOSE_S)
-        except TimeoutError:
-            logger.warning(
-                "connections to servers are not closed after %g s: left to end", _CLOSE_S
-            )
 
 
 def runs_here(events: asyncio.AbstractEventLoop) -> bool:

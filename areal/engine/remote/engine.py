@@ -28,7 +28,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -45,7 +45,7 @@ from areal.engine.remote.admission import (
     verify_newcomer,
     wait_until_idle,
 )
-from areal.engine.remote.client import GenerateClient, close_on_its_loop, runs_here
+from areal.engine.remote.client import GenerateClient, runs_here
 from areal.engine.remote.deadlines import Deadlines
 from areal.engine.remote.protocol import ServerProtocol, WeightOrder
 from areal.engine.remote.server_pool import ServerPool
@@ -54,11 +54,14 @@ from areal.engine.remote.server_reports import server_reports
 from areal.engine.remote.update_gate import UpdateGate
 from areal.engine.remote.weight_senders import CollectiveSender, DeltaSender
 from areal.engine.server_time import Intervals, ServerTimes
+from areal.utils import logging
 
 if TYPE_CHECKING:
     import torch
 
     from areal.weight_sync.bucket import Checksums
+
+logger = logging.getLogger("RemoteEngine")
 
 _COUNTS = ("requests_resent", "tokens_kept", "replies_refused")  # including those of copies
 _LASTING = ("shm", "disk")  # can be loaded again later
@@ -66,6 +69,7 @@ _LOAD = ("version", "running", "waiting")
 _STRAGGLERS_S = 2.0  # for aborted requests to return; one may reach its server after the abort
 _JOIN_AGAIN_S = 0.5
 _DROP_S = 30.0  # a live event loop needs milliseconds
+_CLOSE_S = 60.0  # or seconds with thousands of requests
 
 
 class RemoteEngine(InferenceEngine):
@@ -164,7 +168,7 @@ class RemoteEngine(InferenceEngine):
         self._collective.close()
         client, self._client = self._client, None
         if client is not None:
-            close_on_its_loop(client.events, client.close)
+            _close_on_its_loop(client.events, client.close)
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         return await self._client_here().generate(req)
@@ -511,3 +515,22 @@ class RemoteEngine(InferenceEngine):
         elif not runs_here(client.events):
             raise RuntimeError("agenerate was called from two event loops; use one engine per loop")
         return client
+
+
+def _close_on_its_loop(
+    events: asyncio.AbstractEventLoop, close: Callable[[], Coroutine[Any, Any, None]]
+) -> None:
+    """Runs `close()` on `events`; waits for it, unless this is the loop's own thread."""
+    if events.is_closed():
+        return
+    if not events.is_running():
+        events.run_until_complete(close())
+    elif runs_here(events):
+        events.create_task(close(), name="client-close")
+    else:
+        try:
+            asyncio.run_coroutine_threadsafe(close(), events).result(_CLOSE_S)
+        except TimeoutError:
+            logger.warning(
+                "connections to servers are not closed after %g s: left to end", _CLOSE_S
+            )

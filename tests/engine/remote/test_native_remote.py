@@ -517,6 +517,31 @@ async def test_one_of_many_that_were_sent_together_is_freed(engine):
     assert [getattr(reply, "output_len", None) for reply in replies] == [4, None, 4]
 
 
+async def test_many_given_up_together_close_their_connection_and_send_no_aborts():
+    paths, left = [], asyncio.Event()
+
+    async def hold(reader, writer):
+        paths.append((await reader.readuntil(b"\r\n\r\n")).split()[1])
+        while await reader.read(65536):
+            pass
+        left.set()
+        writer.close()
+
+    server = await asyncio.start_server(hold, "127.0.0.1", 0)
+    async with server:
+        engine = NativeRemoteEngine(["{}:{}".format(*server.sockets[0].getsockname())], TOKEN)
+        tasks = [asyncio.create_task(engine.agenerate(request(seed))) for seed in range(50)]
+        async with asyncio.timeout(300):
+            while not paths:
+                await asyncio.sleep(0.01)
+            for task in tasks:
+                task.cancel()
+            await left.wait()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.to_thread(engine.destroy)
+    assert paths == [b"/generate"]
+
+
 async def test_what_was_told_is_told_once():
     """Through servers that are lost, and one whose reply does not begin with it."""
     scripts = (told_then_cut, told_then_cut, all_replies, told_and_ended)
