@@ -38,6 +38,8 @@ class Command:
 
     def __init__(self, argv: list[str], *, cwd: Path, logs: Path, env: dict[str, str]) -> None:
         self._out, self._err = logs / "stdout", logs / "stderr"
+        for log in (self._out, self._err):
+            log.touch()  # the process may be killed before it writes
         arguments = (argv, str(cwd), str(self._out), str(self._err), {**os.environ, **env})
         self.process: BaseProcess = FORKS.Process(target=_run, args=(*arguments, self._kind))
         self.process.start()
@@ -51,7 +53,7 @@ class Command:
         return Ended(self.process.exitcode, self._out.read_text(), self.err())
 
     def err(self) -> str:
-        return self._err.read_text(encoding="utf-8") if self._err.exists() else ""
+        return self._err.read_text(encoding="utf-8")
 
 
 class Program(Command):
