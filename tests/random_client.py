@@ -66,15 +66,20 @@ class Dialogue:
 
 
 class RandomClient:
-    """`run` is one episode; with `only_goes_on` the client leaves its histories as they are."""
+    """`run` is one episode; with `only_goes_on` the client leaves its histories as they are.
+
+    `left`: seeds of episodes in which it did not wait for a reply, which may have been there."""
 
     def __init__(self, *, only_goes_on: bool = False) -> None:
         self._changes = [_Episode._goes_on] if only_goes_on else _CHANGES
+        self.left: set[int] = set()
 
     async def run(self, data: dict[str, Any], **extra: Any) -> float:
         one = _Episode(random.Random(data["seed"]), extra, self._changes)
         await one.ask(Dialogue([_user("2+2=")]))  # an episode without a completion has no reward
         await one.talk(depth=0)
+        if one.has_left:
+            self.left.add(data["seed"])
         return 1.0
 
 
@@ -87,6 +92,7 @@ class _Episode:
         self.key = extra["api_key"]
         self.open: Counter[str] = Counter()  # requests without an answer yet, by what they ask
         self.overlapped: set[str] = set()  # what two requests asked at the same time
+        self.has_left = False
 
     async def talk(self, depth: int) -> str:
         """One dialogue; returns the last thing said in it."""
@@ -196,7 +202,7 @@ class _Episode:
             async with asyncio.timeout(patience):
                 await self._post(path, body, _attempt(0))
         except TimeoutError:
-            pass
+            self.has_left = True
         if self.rng.random() < 0.5:
             answer = await self._post(path, body, _attempt(1))
             if (reply := self._read(api, path, body, answer)) is not None:
