@@ -103,9 +103,7 @@ class PrefixTree:
 
     def num_runs(self) -> int:
         """Segments, and those of them again that others descend from."""
-        return len(self.starts_G) + int(
-            (self.subtree_ends_G > self.starts_G + self.lengths_G).sum()
-        )
+        return len(self.starts_G) + int((self._below_G > 0).sum())
 
     def num_scores(self) -> int:
         """Squares of the segments' lengths, and pairs of a token and one below its segment."""

@@ -69,7 +69,7 @@ _LOAD = ("version", "running", "waiting")
 _STRAGGLERS_S = 2.0  # for aborted requests to return; one may reach its server after the abort
 _JOIN_AGAIN_S = 0.5
 _DROP_S = 30.0  # a live event loop needs milliseconds
-_CLOSE_S = 60.0  # or seconds with thousands of requests
+_CLOSE_S = 60.0  # it needs seconds with thousands of requests in flight
 
 
 class RemoteEngine(InferenceEngine):

@@ -5,9 +5,9 @@ tile of TILE tokens is TILE / page_size pieces of page_size * H elements, read i
 The pages of a tile are looked up while the previous tile is computed, so that addresses are ready
 when its loads are issued. The softmax is online, in float32 and in base 2.
 
-An FP8 cache is read in pairs, columns 2 p and 2 p + 1 as one element of 16 bits: a tile that lies
-across the direction of a product reaches the tensor cores in elements of 16 bits by one instruction
-for many, and else byte by byte. Even and odd columns are two products of half the width.
+An FP8 cache is read in pairs, columns 2 p and 2 p + 1 as one element of 16 bits: `ldmatrix`, which
+transposes operands on their way to the tensor cores, takes no smaller elements, and values in FP8
+would be loaded byte by byte. Even and odd columns are two products of half the width.
 
 A tile is `padded(head_dim)` wide, a power of two; the columns past the head are zeros that are
 never read from memory. So heads of 80 or 96 cost the products of 128, but move their own bytes.
@@ -139,8 +139,7 @@ def attend_tiles(
         q_factor_M *= scale_log2e
         q_even_MP, q_odd_MP = _halves(q_MH)  # pyright: ignore[reportGeneralTypeIssues]
         even_MP, odd_MP = _halves(acc_MH)  # pyright: ignore[reportGeneralTypeIssues]
-    dim_H = tl.arange(0, q_MH.shape[1] // PACKED)
-    tile_T = tl.arange(0, TILE)
+    dim_H, tile_T = tl.arange(0, q_MH.shape[1] // PACKED), tl.arange(0, TILE)
     page_tokens = page_stride // HEAD_DIM
     token_T = tl.minimum(begin + tile_T, newest)
     page_T = tl.load(pages + token_T // PAGE_SIZE)
