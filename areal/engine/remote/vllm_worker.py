@@ -117,13 +117,19 @@ class GroupEngine(WeightTransferEngine[GroupPlace, Update]):
         try:
             return dict(joined.receive(version))
         except BaseException:  # leftover transfers would mix with the next version
-            self.shutdown()
+            self._leave(joined)
             raise
 
     def shutdown(self) -> None:
         """Leave the group."""
         if self._group is not None:
-            self._group.close()
+            self._leave(self._group)
+
+    def _leave(self, group: WeightGroup) -> None:
+        """`group` may not be the current one: an update may fail after the next group was joined,
+        which then stays."""
+        group.close()
+        if self._group is group:
             self._group = None
 
 

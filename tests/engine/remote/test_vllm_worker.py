@@ -8,6 +8,7 @@ import importlib
 import os
 import signal
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 
@@ -175,4 +176,28 @@ def test_what_does_not_verify_is_not_loaded(engine_of_worker):
         with pytest.raises(ValueError, match=r"version 1: expected one weight named \*embed_tok"):
             taking.result()
         assert model.num_loads == 0
+        sender.close()
+
+
+def test_an_update_that_fails_late_leaves_the_group_joined_meanwhile(engine_of_worker):
+    engine, model = engine_of_worker
+    order = {"group": "g", "version": 1, "with_lm_head": False}
+    with ThreadPoolExecutor(2) as pool:
+        ended = open_groups(pool, 1)
+        engine._group = ended[1]
+        taking = pool.submit(engine.update_weights, order)
+        while not ended[1]._under_way and not taking.done():
+            time.sleep(0.01)
+        sender, joined = open_groups(pool, 1)
+        engine._group = joined
+        ended[0].close()
+        with pytest.raises(GroupError):
+            taking.result()
+        assert engine._group is joined
+        taking = pool.submit(engine.update_weights, order)
+        sender.send(1, [("model.norm.weight", torch.ones(4))], bucket_bytes=100)
+        taking.result()
+        assert model.num_loads == 1
+        engine.shutdown()
+        assert engine._group is None
         sender.close()
