@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from fork_server import FORKS
+from fork_server import FORKS, take_environment
 from forked_children import fork_children_of_this_process
 
 
@@ -120,8 +120,7 @@ def _run(argv: list[str], cwd: str, out: str, err: str, env: dict[str, str], kin
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
         os.dup2(file, descriptor)
         os.close(file)
-    os.environ.clear()
-    os.environ.update(env)
+    take_environment(env)
     os.chdir(cwd)
     fork_children_of_this_process()
     if kind == "file":

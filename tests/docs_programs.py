@@ -25,7 +25,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
-from fork_server import FORKS
+from fork_server import FORKS, take_environment
 
 MAX_FILES = 32
 
@@ -82,7 +82,6 @@ def _run_order(run: Callable[[list[str]], int], order: dict, streams: list[Conne
         os.dup2(stream.fileno(), number)
         stream.close()
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 (until the process ends)
-    os.environ.clear()
-    os.environ.update(order["env"])
+    take_environment(order["env"])
     os.chdir(order["cwd"])
     sys.exit(run(order["argv"]))

@@ -8,7 +8,11 @@ has one such server in a process, so all tests that fork from it share this list
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
+import os
+import sys
+from collections.abc import Mapping
 
 FORKS = multiprocessing.get_context("forkserver")
 # Slow to import, and used by what is forked. None of it starts a thread, which a fork would lose.
@@ -30,3 +34,12 @@ FORKS.set_forkserver_preload(
         "transformers.models.auto.tokenization_auto",
     ]
 )
+
+
+def take_environment(env: Mapping[str, str]) -> None:
+    """In a forked process: `env` and no other variables, as if it had been started with them."""
+    os.environ.clear()
+    os.environ.update(env)
+    constants = sys.modules.get("huggingface_hub.constants")
+    if constants is not None:  # it reads its variables while it is imported
+        importlib.reload(constants)

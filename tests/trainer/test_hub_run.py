@@ -13,6 +13,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 import yaml
+from cli_process import Program
 from loopback_hub import LoopbackHub
 from ray_cluster import ray_cluster
 from safetensors.torch import load_file, save_file
@@ -22,7 +23,7 @@ from tiny_run import PATIENCE_S, SMALL, query
 from areal.cli.demo import make_model, recipe_path
 from areal.run.recover import newest_step
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_children")]
 
 NAME = "org/tiny"
 WEIGHTS = "model.safetensors"
@@ -44,20 +45,14 @@ def move(hub: LoopbackHub, tmp_path: Path) -> str:
     return hub.push(NAME, tmp_path / "other")
 
 
-def train(hub: LoopbackHub, root: Path, *more: str, **env: str) -> subprocess.Popen:
+def train(hub: LoopbackHub, root: Path, *more: str, **env: str) -> Program:
     recipe = recipe_path("arithmetic_grpo.yaml")
     overrides = [f"cluster.fileroot={root}", f"actor.path={NAME}", "trial_name=t", *SMALL, *more]
-    return subprocess.Popen(
-        [sys.executable, "-m", "areal.cli.main", "train", str(recipe), *overrides],
-        env=hub.env(root / "home", **env),
-        cwd=Path(__file__).parents[1],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    env = {"HF_HUB_OFFLINE": "0", **hub.env(root / "home", **env)}
+    return Program("train", recipe, *overrides, cwd=Path(__file__).parents[1], env=env)
 
 
-def finish(process: subprocess.Popen, timeout_s: float = PATIENCE_S) -> str:
+def finish(process: Program, timeout_s: float = PATIENCE_S) -> str:
     out, err = process.communicate(timeout=timeout_s)
     assert process.returncode == 0, out + err
     return err
