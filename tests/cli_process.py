@@ -50,7 +50,10 @@ class Command:
             self.process.kill()
             self.process.join()
             raise TimeoutError(f"still running after {timeout_s} s:\n{self.err()}")
-        return Ended(self.process.exitcode, self._out.read_text(), self.err())
+        return Ended(self.process.exitcode, self.out(), self.err())
+
+    def out(self) -> str:
+        return self._out.read_text()
 
     def err(self) -> str:
         return self._err.read_text(encoding="utf-8")

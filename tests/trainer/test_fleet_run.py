@@ -17,12 +17,12 @@ from infra.test_ray_servers_run import (
     wait_for_last,
     wait_for_steps,
 )
-from tiny_run import PATIENCE_S, areal, overrides, query, wait_until
+from tiny_run import PATIENCE_S, overrides, query, wait_until
 
 from areal.cli.demo import recipe_path
 from areal.utils.stacks import descendants
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_children")]
 
 OPTIONS = [
     "actor.weight_update_mode=disk",
@@ -50,12 +50,11 @@ def servers_of(run, folder: Path, count: int) -> None:
     wait_for_last(run, folder, lambda stats: stats["server/servers"] == count)
 
 
-def has_joined(process) -> str:
+def has_joined(process: Program) -> str:
     """The address of the server that `areal serve join` has started."""
-    line = process.stdout.readline()
-    if " has joined: 2 servers" not in line:
-        process.kill()
-        pytest.fail(line + process.communicate(timeout=PATIENCE_S)[1])
+    wait_until(process, lambda: "\n" in process.out())
+    line = process.out().splitlines()[0]
+    assert " has joined: 2 servers" in line, line + process.err()
     return line.split()[0]
 
 
@@ -70,7 +69,7 @@ def test_servers_join_and_leave_a_living_run(tmp_path):
         wait_until(run, lambda: (folder / "fleet" / "state.json").is_file())
         assert (folder / "fleet").stat().st_mode & 0o077 == 0
 
-        first = areal("serve", "join", folder)
+        first = Program("serve", "join", folder)
         address = has_joined(first)
         servers_of(run, folder, 2)
         assert {one["address"]: one["state"] for one in listed(folder)}[address] == "serving"
@@ -80,7 +79,7 @@ def test_servers_join_and_leave_a_living_run(tmp_path):
         _, err = first.communicate(timeout=PATIENCE_S)
         assert first.returncode == 1 and "SIGKILL" in err
 
-        second = areal("serve", "join", folder)
+        second = Program("serve", "join", folder)
         address = has_joined(second)
         servers_of(run, folder, 2)
         second.terminate()

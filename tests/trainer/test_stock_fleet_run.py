@@ -23,7 +23,7 @@ from areal.cli.demo import recipe_path
 from areal.utils.server_envs import find_interpreter
 from areal.utils.stacks import descendants
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_children")]
 
 FLEET = [
     "actor.backend=fsdp:d2",
