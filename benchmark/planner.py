@@ -58,7 +58,6 @@ FITTED = {
     "qwen3_5_0.8b_256_512_512",  # its profile says how fast states are read
     # Of uncompiled steps: the first rows of planner_rows.py, by which their speed was understood.
     "train_0.5b_4x4096",
-    "serve_deepseek_32_256_64",  # layers that torch computes
     "train_3b_4x4096_full",
     "train_1.5b_2x6144_selective",
     "train_7b_lora_4x4096_full",

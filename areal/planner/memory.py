@@ -376,12 +376,12 @@ class ServerRank:
     @property
     def token_bytes(self) -> float:
         shape = self.shape
-        kv = shape.kv_per_token / self.tp
+        cached = shape.cached_per_token(self.tp, self.device.kind)
         if self.is_fp8:
-            return kv + 4 * shape.kv_heads_in_layers / self.tp
+            return cached + 4 * shape.kv_heads_in_layers / self.tp
         moe = shape.args.moe
         routed = 0 if moe is None else len(moe.layers) * moe.top_k
-        return kv * self.itemsize + routed
+        return cached * self.itemsize + routed
 
     @property
     def pages(self) -> int:
@@ -441,8 +441,12 @@ class ServerRank:
         return {"activations": tokens * self._row_numbers() * self.itemsize}
 
     def _row_numbers(self) -> float:
-        """Numbers of a row that exist at once: residual, norm, heads, gate, up and product."""
-        shape = self.shape
+        """Numbers of a row that exist at once: residual, norm, heads, gate, up and product. By
+        kernels a head of latent attention has a query and a result of the cache's width, too."""
+        shape, latent = self.shape, self.shape.args.latent
         width = shape.widest_feed_forward
         heads = 2 * shape.query_width + 2 * shape.kv_width
+        if latent is not None and self.device.kind == "cuda":
+            widths = latent.cached_dim + latent.kv_rank + latent.value_dim
+            heads = shape.query_width + shape.args.n_heads * widths
         return 3 * shape.args.dim + (heads + 3 * width) / self.tp

@@ -57,10 +57,7 @@ class Shape:
 
     def has_kernels(self, tp: int, is_fp8: bool) -> bool:
         """Whether the native engine's own kernels compute the model; else torch does."""
-        args = self.args
-        has_plain_experts = args.moe is None or args.moe.is_plain
-        has_plain_layers = args.delta is None or (tp == 1 and not is_fp8)
-        return args.latent is None and has_plain_layers and has_plain_experts
+        return self.args.delta is None or (tp == 1 and not is_fp8)
 
     @property
     def num_layers(self) -> int:
@@ -159,10 +156,13 @@ class Shape:
             total += sparse * (args.moe.num_experts + 3 * args.moe.shared_dim) * args.dim
         return float(total)
 
-    @cached_property
-    def kv_per_token(self) -> int:
-        """Numbers of a token's keys and values in all layers."""
-        return sum(one.cached for one in self.attention)
+    def cached_per_token(self, tp: int, device: str) -> float:
+        """Numbers of a token that each of `tp` ranks of a server caches in all layers: keys and
+        values of its heads. For latent attention kernels cache one vector for all heads, which
+        every rank has whole; torch, on a CPU, keys and values of the heads."""
+        if self.args.latent is not None and device == "cuda":
+            return self.num_layers * self.args.latent.cached_dim
+        return sum(one.cached for one in self.attention) / tp
 
     @cached_property
     def kv_heads_in_layers(self) -> int:

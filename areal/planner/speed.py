@@ -263,21 +263,22 @@ class Generation:
         flop = 2 * rows * shape.used_by_token / self._flops()
         flop += 2 * rows * head / device.flops
         products = max(read / bandwidth, flop)
-        cache = cached * self.cache_bytes_per_token / bandwidth
+        cache = cached * self._cache_bytes_per_token / bandwidth
         if is_shared:
             cache /= device.shared_share
         moved = _ROW_TRAFFIC * rows * shape.kept("compiled") * self.itemsize
         moved += _LOGIT_BYTES_SAMPLING * rows * shape.args.vocab_size
         moved += _STATE_TRAFFIC * rows * shape.state_per_sequence
-        work = (products + cache + moved / device.bandwidth) / self.tp
+        work = (products + moved / device.bandwidth) / self.tp + cache
         return work + self._latency_s(rows) + device.row_us * rows * 1e-6
 
     @property
-    def cache_bytes_per_token(self) -> float:
-        shape = self.shape
+    def _cache_bytes_per_token(self) -> float:
+        """Of one rank."""
+        shape, cached = self.shape, self.shape.cached_per_token(self.tp, self.device.kind)
         if self.is_fp8:
-            return shape.kv_per_token + 4 * shape.kv_heads_in_layers  # a scale for each head
-        return shape.kv_per_token * self.itemsize
+            return cached + 4 * shape.kv_heads_in_layers / self.tp  # a scale for each head
+        return cached * self.itemsize
 
     def _flops(self) -> float:
         device = self.device
@@ -292,6 +293,7 @@ class Generation:
     def _latency_s(self, rows: float) -> float:
         shape, device = self.shape, self.device
         is_few = rows <= (4 if shape.args.moe is not None else 8) and self.tp == 1
+        is_few &= shape.args.latent is None
         layer_us = device.layer_us_few if is_few else device.layer_us_many
         layer_us += device.layer_us_fp8 * self.is_fp8
         if not self._has_kernels:

@@ -12,8 +12,8 @@ rows (torch_runner.py). An adapter has a number, which also separates what the c
 `NAME-vVERSION`: a request that names one keeps it whatever is published meanwhile.
 
 Whoever computes by kernels of its own reads the adapters from the bank (cuda/adapters.py). Where
-none can be added by row (layers of experts, FP8, several ranks), the live adapter is merged into
-the weights instead (`merged`), and none can be named.
+none can be added by row (layers of experts, FP8, several ranks; weights that kernels apply to other
+products), the live adapter is merged into the weights instead (`merged`), and none can be named.
 
 Shape legend: T rows, D inputs, N outputs, R rank.
 """

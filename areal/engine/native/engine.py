@@ -302,7 +302,8 @@ class NativeEngine:
         if self.is_merged or not self.adapters.takes(adapter, self._adapted_weights):
             raise ValueError(
                 "lora_name: named adapters are not served over several ranks, for experts, in FP8, "
-                "batch-invariant or above rank 128 on a GPU, beside a merged one: see areal merge"
+                "beside a merged one, and on a GPU not batch-invariant, above rank 128 or for "
+                "kv_b_proj: see areal merge"
             )
         self.adapters.add(name, adapter)
 

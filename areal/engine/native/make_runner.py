@@ -43,10 +43,12 @@ def make_runner(
     _check_prefill(model, max_prefill_tokens)
     weight_device = model.embedding_weight.device
     on_cuda = weight_device.type == "cuda"
-    # Without batch-invariant kernels: experts, recurrent layers, FP8, images that see themselves.
+    # Without batch-invariant kernels: experts, latent attention, recurrent layers, FP8, images that
+    # see themselves.
     args, vision = model.args, model.args.vision
     sees_ahead = vision is not None and vision.is_bidirectional
-    is_special = args.moe is not None or args.delta is not None or model.has_fp8_cache
+    is_special = any(part is not None for part in (args.moe, args.latent, args.delta))
+    is_special |= model.has_fp8_cache
     is_refused = batch_invariant and (is_special or sees_ahead)
     if not on_cuda or is_refused or not kernels_take(model):
         if on_cuda and batch_invariant:
@@ -91,13 +93,9 @@ def _check_prefill(model: Decoder, max_prefill_tokens: int | None) -> None:
 
 
 def kernels_take(model: Decoder) -> bool:
-    """Whether the kernels support it: what args describe, but for latent attention, for experts
-    beyond a plain choice of the most probable and a gated shared one, for blocks of a family's own
-    other than hybrid ones, and for recurrent layers in FP8, over ranks or of heads that are no
-    tiles."""
+    """Whether the kernels support it: what args describe, but for blocks of a family's own other
+    than hybrid ones, and for recurrent layers in FP8, over ranks or of heads that are no tiles."""
     args = model.args
-    if args.latent is not None or not (args.moe is None or args.moe.is_plain):
-        return False
     if args.delta is None:
         return type(model).block_class is DecoderBlock
     is_whole = not model.has_fp8_cache and model.share is None and bool(args.attention_layers)
@@ -107,10 +105,12 @@ def kernels_take(model: Decoder) -> bool:
 def default_num_pages(model: Decoder, *, page_size: int, max_running: int) -> int:
     """Enough for `max_running` full contexts, bounded by memory; at least for one."""
     args, weight = model.args, model.embedding_weight
-    head_bytes = args.head_dim * weight.itemsize
+    layer_bytes = 2 * args.n_kv_heads * args.head_dim * weight.itemsize
     if model.has_fp8_cache and weight.is_cuda:
-        head_bytes = args.head_dim + 4  # with its scale
-    token_bytes = max(1, 2 * len(args.attention_layers) * args.n_kv_heads * head_bytes)
+        layer_bytes = 2 * args.n_kv_heads * (args.head_dim + 4)  # with its scale
+    elif args.latent is not None and weight.is_cuda:
+        layer_bytes = args.latent.cached_dim * weight.itemsize
+    token_bytes = max(1, len(args.attention_layers) * layer_bytes)
     context_pages = -(-args.max_position_embeddings // page_size) + 1
     affordable = _cache_bytes(model) // (token_bytes * page_size)
     return 1 + min(max_running * context_pages, max(affordable, context_pages))

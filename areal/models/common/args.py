@@ -100,13 +100,6 @@ class MoEArgs:
     weight_scale: float = 1.0  # factor on the weights of a token's experts
     shared_gate: bool = False  # the shared feed-forward is weighed by a sigmoid of the token
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether a layer is the weighted sum of the most probable experts, and at most a gated
-        shared feed-forward."""
-        has_plain_sum = self.shared_gate or not self.shared_dim
-        return has_plain_sum and self.num_groups == 1 and self.weight_scale == 1.0
-
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.num_experts:
             raise ValueError(
@@ -135,6 +128,12 @@ class LatentArgs:
     plain_dim: int  # of a head of queries and keys, not rotated
     rope_dim: int  # of a head of queries and keys, rotated
     value_dim: int  # of a head of values
+
+    @property
+    def cached_dim(self) -> int:
+        """Numbers of a token that keys and values of all heads follow from: the vector, and the
+        rotated part of all keys."""
+        return self.kv_rank + self.rope_dim
 
     def __post_init__(self) -> None:
         if self.rope_dim % 2:
@@ -242,6 +241,11 @@ class DecoderArgs:
         """`latent`, of a model that has such attention."""
         assert self.latent is not None, f"this {self.model_type} has no latent attention"
         return self.latent
+
+    @property
+    def scale(self) -> float:
+        """Factor on attention scores."""
+        return self.head_dim**-0.5 if self.score_scale is None else self.score_scale
 
     @property
     def rope_dim(self) -> int:

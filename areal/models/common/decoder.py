@@ -302,6 +302,7 @@ class Decoder(nn.Module):
     def _use_fp8(self, replace: Callable[[Sequence[nn.Linear]], Sequence[nn.Linear]]) -> None:
         refused = {
             "experts": self.args.moe is not None,
+            "latent attention": self.args.latent is not None,
             "layers with a recurrent state": self.args.delta is not None,
             "tensor parallelism": self.share is not None,
         }

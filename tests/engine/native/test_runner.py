@@ -17,7 +17,12 @@ from areal.engine.native.make_runner import kernels_take
         ("llama", {"head_dim": 8}, True),
         ("llama", {"head_dim": 48}, True),
         ("qwen3_moe", {"head_dim": 16}, True),
-        ("deepseek_v2", {}, False),
+        ("deepseek_v2", {}, True),
+        (
+            "deepseek_v2",
+            {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+            True,
+        ),
         ("gemma3_text", {"head_dim": 16, "final_logit_softcapping": 30.0}, True),
         ("qwen3_5_text", {"linear_key_head_dim": 16, "linear_value_head_dim": 128}, True),
         ("qwen3_5_text", {"linear_key_head_dim": 24, "linear_value_head_dim": 128}, False),
@@ -25,5 +30,5 @@ from areal.engine.native.make_runner import kernels_take
         ("qwen3_5_moe_text", {"linear_key_head_dim": 24, "linear_value_head_dim": 16}, False),
     ],
 )
-def test_the_kernels_take_all_but_latent_attention_and_odd_heads(family, overrides, taken):
+def test_the_kernels_take_all_but_recurrent_layers_of_odd_heads(family, overrides, taken):
     assert kernels_take(tiny_model(family, **overrides)) == taken

@@ -90,7 +90,7 @@ def _unpack(pairs_TP, dtype: tl.constexpr):
 
 
 @triton.jit
-def _weigh(score_MT, max_M, sum_M, WINDOWED: tl.constexpr):
+def weigh(score_MT, max_M, sum_M, WINDOWED: tl.constexpr):
     """exp2 of the scores over the largest so far; (max, sum) with them, and by how much this
     shrinks what was summed before."""
     new_max_M = tl.maximum(max_M, tl.max(score_MT, 1))
@@ -169,7 +169,7 @@ def attend_tiles(
             if WINDOWED:
                 seen_MT &= (start + tile_T)[None, :] > position_M[:, None] - window
             score_MT = tl.where(seen_MT, score_MT, float("-inf"))
-        weight_MT, shrink_M, max_M, sum_M = _weigh(score_MT, max_M, sum_M, WINDOWED)  # pyright: ignore[reportGeneralTypeIssues]
+        weight_MT, shrink_M, max_M, sum_M = weigh(score_MT, max_M, sum_M, WINDOWED)  # pyright: ignore[reportGeneralTypeIssues]
         if FP8:
             # At most 1, which float16 has room for.
             weight_MT = (weight_MT * (v_scale_T * (1 / top_scale))[None, :]).to(q_MH.dtype)

@@ -38,7 +38,8 @@ class Norm:
 
 
 def rms_norm(x_TD: torch.Tensor, norm: Norm, out_TD: torch.Tensor | Fp8Rows) -> None:
-    """`out` may be `x`; an FP8 `out` is quantized from the rounded norm."""
+    """`out` may be `x`, whose rows may have gaps between them; an FP8 `out` is quantized from the
+    rounded norm."""
     _norm(x_TD, None, None, norm, out_TD)
 
 
@@ -66,7 +67,7 @@ def _norm(x, x_norm, residual_TD, norm, out_TD) -> None:
     assert x_norm is None or (x_norm.eps, x_norm.offset) == (norm.eps, norm.offset)
     _rms_norm_kernel[(num_rows,)](
         x, x_norm and x_norm.weight, residual_TD, norm.weight, out_TD, scale_TG,
-        dim, norm.eps, 0 if scale_TG is None else scale_TG.stride(1),
+        dim, x.stride(0), norm.eps, 0 if scale_TG is None else scale_TG.stride(1),
         BLOCK=block,
         GROUP=GROUP,
         CHOICES=x.shape[1] if x.dim() == 3 else 1,
@@ -80,7 +81,7 @@ def _norm(x, x_norm, residual_TD, norm, out_TD) -> None:
 
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr, x_weight_ptr, residual_ptr, weight_ptr, out_ptr, scale_ptr, D, eps,
+    x_ptr, x_weight_ptr, residual_ptr, weight_ptr, out_ptr, scale_ptr, D, x_stride, eps,
     scale_stride,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, CHOICES: tl.constexpr, OFFSET: tl.constexpr,
     X_NORM: tl.constexpr, ADD: tl.constexpr, OVERLAP: tl.constexpr,
@@ -93,7 +94,7 @@ def _rms_norm_kernel(
     await_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     place = row * D + column
-    x_ptr += row * CHOICES * D + column
+    x_ptr += row * x_stride + column
     x = tl.zeros([BLOCK], tl.float32)
     for choice in tl.static_range(CHOICES):
         x += tl.load(x_ptr + choice * D, inside, 0.0).to(tl.float32)

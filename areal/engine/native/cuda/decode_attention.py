@@ -50,7 +50,7 @@ _CROWD_REGISTERS = 168
 _FOLDED = 16384  # float32 of splits that a program folds at once: 128 per thread
 # Tokens of a split that take as long as folding once more: only longer ones are cut into more
 # splits than are folded at once.
-_LONG_SPLIT = 512
+LONG_SPLIT = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +228,7 @@ def _launch(
         PAGE_SIZE=page_size,
         NUM_SPLITS=num_splits,
         TILE=tiles.tile,
-        LONG_SPLIT=_LONG_SPLIT,
+        LONG_SPLIT=LONG_SPLIT,
         PROMPT_TILE=PROMPT_TILE,
         SHARED=shared is not None,
         WINDOWED=window is not None,
@@ -320,24 +320,25 @@ def _decode_kernel(
         result_MH = acc_MH / sum_M[:, None]
         tl.store(out + element_MH, result_MH.to(out.dtype.element_ty), mask=real_MH)
     elif NUM_SPLITS > 1:
-        _end_split(
+        end_split(
             max_M, sum_M, acc_MH, out + kv_head * GROUP * HEAD_DIM, partial_result, partial_weight,
-            arrived, row * tl.num_programs(0) + kv_head, split, used,
+            arrived, row * tl.num_programs(0) + kv_head, split, used, GROUP,
             GROUP, HEAD_DIM, PADDED, NUM_SPLITS, HEADS, CHUNK,
         )  # fmt: skip
 
 
 @triton.jit
-def _end_split(
+def end_split(
     max_M, sum_M, acc_MH, out, partial_result, partial_weight, arrived, pair, split, used,
+    num_heads,  # of this program, of the GROUP that the workspace has room for
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, NUM_SPLITS: tl.constexpr,
     HEADS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Leave the result of a split; the last one of a (row, key/value head) folds them all."""
     head_M, dim_H = tl.arange(0, max_M.shape[0]), tl.arange(0, PADDED)
-    real_MH = (head_M < GROUP)[:, None] & (dim_H < HEAD_DIM)[None, :]
+    real_MH = (head_M < num_heads)[:, None] & (dim_H < HEAD_DIM)[None, :]
     entry_M = (pair * NUM_SPLITS + split) * GROUP + head_M
-    tl.store(partial_weight + entry_M, max_M + tl.log2(sum_M), mask=head_M < GROUP)
+    tl.store(partial_weight + entry_M, max_M + tl.log2(sum_M), mask=head_M < num_heads)
     result_ptr = partial_result + entry_M[:, None] * HEAD_DIM + dim_H[None, :]
     tl.store(result_ptr, acc_MH / sum_M[:, None], mask=real_MH)
     # Orders the stores of all threads before one thread's release of the counter.
@@ -347,7 +348,7 @@ def _end_split(
         first = pair * NUM_SPLITS * GROUP
         _combine(
             out, partial_result + first * HEAD_DIM, partial_weight + first,
-            used, GROUP, HEAD_DIM, PADDED, HEADS, CHUNK,
+            used, num_heads, GROUP, HEAD_DIM, PADDED, HEADS, CHUNK,
         )  # fmt: skip
 
 
@@ -357,6 +358,7 @@ def _combine(
     partial_result,
     partial_weight,
     used,
+    num_heads,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED: tl.constexpr,
@@ -370,7 +372,7 @@ def _combine(
     """
     index_S, head_M = tl.arange(0, CHUNK), tl.arange(0, HEADS)
     dim_H = tl.arange(0, PADDED)
-    real_MH = (head_M < GROUP)[:, None] & (dim_H < HEAD_DIM)[None, :]
+    real_MH = (head_M < num_heads)[:, None] & (dim_H < HEAD_DIM)[None, :]
     place_MH = head_M[:, None] * HEAD_DIM + dim_H[None, :]
     best_M = tl.full([HEADS], float("-inf"), tl.float32)
     total_M = tl.zeros([HEADS], tl.float32)
@@ -387,12 +389,12 @@ def _combine(
         )
         log_SM = tl.load(
             partial_weight + entry_S[:, None] + head_M[None, :],
-            there_S[:, None] & (head_M < GROUP)[None, :],
+            there_S[:, None] & (head_M < num_heads)[None, :],
             float("-inf"),
             cache_modifier=".cg",
         )
         new_best_M = tl.maximum(best_M, tl.max(log_SM, 0))
-        shift_M = tl.where(head_M < GROUP, new_best_M, 0.0)  # -inf - -inf would be NaN
+        shift_M = tl.where(head_M < num_heads, new_best_M, 0.0)  # -inf - -inf would be NaN
         weight_SM = tl.exp2(log_SM - shift_M[None, :])
         shrink_M = tl.exp2(best_M - shift_M)
         total_M = total_M * shrink_M + tl.sum(weight_SM, 0)

@@ -173,11 +173,12 @@ class FusedDecoder:
         return normed_TD
 
     def can_run_few(self, num_rows: int) -> bool:
-        """Not with norms between a product and the residual add, which fuses the two, in FP8, or
-        with gates after attention."""
+        """Not with norms between a product and the residual add, which fuses the two, in FP8, with
+        gates after attention, with latent attention, or with a shared feed-forward."""
         args = self._args
         most = MAX_FEW_ROWS if args.moe is None else MAX_FEW_EXPERT_ROWS
-        is_plain = self._is_plain and args.delta is None
+        is_plain = self._is_plain and args.delta is None and args.latent is None
+        is_plain &= args.moe is None or not args.moe.shared_dim
         return num_rows <= most and is_plain and not (args.out_norms or self._is_fp8)
 
     @property

@@ -6,8 +6,8 @@
 `forward` is for many rows, `forward_few` for at most MAX_FEW_ROWS (small_linear.py). Both read the
 module's own parameters, or tensors its parameters are views of: loading a weight by name writes
 where the kernels read. How many rows an expert has is known on the device only (routing.py), so a
-graph captures experts like everything else. What every token goes through besides its experts, in
-hybrids, is a dense layer whose gated output is added to that of the first.
+graph captures experts like everything else. What every token goes through besides its experts is a
+dense layer whose output, in some families gated, is added to that of the first.
 
 Shapes: T rows, D model dim, F feed-forward dim, K experts per token, S = T * K, L layers with
 experts.
@@ -90,7 +90,7 @@ class ExpertLayer:
         self._index = index
         self._arrivals = router_arrivals
         self._ranks = ranks
-        self._options = RouterOptions(moe.router.top_k, moe.router.norm_topk_prob)
+        self._options = RouterOptions.of(moe.router)
         self._shared = None if moe.shared is None else DenseLayer(moe.shared, activation)
         self._shared_gate = moe.shared_gate
         self.projections = () if self._shared is None else self._shared.projections
@@ -118,13 +118,15 @@ class ExpertLayer:
         out_TKD = normed_TD.new_empty(*experts_TK.shape, dim)
         expert_down(hidden_SF, w2, weights_TK, blocks, out_TKD.flatten(0, 1), down_plan)
         if self._shared is not None:
-            assert self._shared_gate is not None, "see MoEArgs.is_plain"
             shared_TD = self._shared.forward(normed_TD, routed_TLK, products)
-            add_shared(normed_TD, self._shared_gate.weight, shared_TD, out_TKD)
+            if self._shared_gate is None:
+                out_TKD[:, 0] += shared_TD
+            else:
+                add_shared(normed_TD, self._shared_gate.weight, shared_TD, out_TKD)
         return out_TKD if self._ranks is None else self._ranks.add_up(out_TKD.sum(1))
 
     def forward_few(self, x_TD: torch.Tensor, norm: Norm, routed_TLK: torch.Tensor) -> torch.Tensor:
-        assert self._shared is None, "hybrids have no kernels for few rows"
+        assert self._shared is None, "see `FusedDecoder.can_run_few`"
         router, experts_TK = self._router, routed_TLK[:, self._index]
         weights_TK = x_TD.new_empty(experts_TK.shape, dtype=torch.float32)
         normed_TD = torch.empty_like(x_TD)

@@ -29,6 +29,12 @@ from areal.engine.native.cuda.decoder import (
     Rows,
 )
 from areal.engine.native.cuda.device import device_of
+from areal.engine.native.cuda.latent_attention import (
+    decode_latents,
+    head_tiles,
+    latent_workspace,
+    prefill_latents,
+)
 from areal.engine.native.cuda.mixers import Attend
 from areal.engine.native.cuda.paged_cache import PagedCache
 from areal.engine.native.cuda.prefill_attention import flashinfer_prefill, prefill_attention
@@ -51,6 +57,7 @@ if TYPE_CHECKING:
     from areal.engine.native.adapters import AdapterBank
     from areal.engine.native.runner import Chunk
     from areal.engine.native.scheduler import SlotTable
+    from areal.models.common.args import DecoderArgs
     from areal.models.common.decoder import Decoder
 
 
@@ -98,21 +105,14 @@ class DeviceProgram:
         never = never_sampled(args.vision, args.vocab_size)
         self._never = torch.tensor(never, device=weight.device) if never else None
         self._invariant = batch_invariant
-        self._attention_space = Workspace.make(
-            max(max_rows, MAX_DRAFT_ROWS),
-            args.n_heads,
-            args.n_kv_heads,
-            args.head_dim,
-            weight.device,
-        )
+        self._attention_space = _attention_space(args, max(max_rows, MAX_DRAFT_ROWS), self.device)
         heads = Heads(args.n_heads, args.n_kv_heads, args.head_dim, weight.dtype)
-        self._prompt_space = None
-        if heads.can_share(device_of(weight.device)) and not batch_invariant:
-            self._prompt_space = PromptSpace.make(max_rows, heads, weight.device)
-        keys, _ = self.cache.layer(args.attention_layers[0])
-        self._flashinfer = (
-            None if batch_invariant else flashinfer_prefill(keys, args.n_heads, args.score_scale)
-        )
+        self._prompt_space, self._flashinfer = None, None
+        if not batch_invariant and args.latent is None:
+            if heads.can_share(device_of(weight.device)):
+                self._prompt_space = PromptSpace.make(max_rows, heads, weight.device)
+            keys, _ = self.cache.layer(args.attention_layers[0])
+            self._flashinfer = flashinfer_prefill(keys, args.n_heads, args.score_scale)
         self._step_count = torch.zeros(1, dtype=torch.int32, device=weight.device)
 
     def new_outputs(self, num_steps: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -229,9 +229,26 @@ class DeviceProgram:
             rows.positions_T.add_(slots.rotary_delta_S[slot_R.long()])
         if adapted:
             rows = replace(rows, adapters=self.adapters.rows(slots.adapter_S[slot_R.long()]))
-        device = device_of(self.device)
-        num_splits = 1 if self._invariant else splits_for(num_rows, self._args.n_kv_heads, device)
-        window_of, scale = self._args.window, self._args.score_scale
+        attend = self._decode_attend(slot_R, slots, shared)
+        decoder = self._decoder
+        forward = decoder.forward
+        if isinstance(decoder, FusedDecoder) and decoder.can_run_few(num_rows) and not adapted:
+            forward = decoder.forward_few
+        return forward(rows, attend)
+
+    def _decode_attend(
+        self, slot_R: torch.Tensor, slots: SlotRows, shared: SharedPrompts | None
+    ) -> Attend:
+        """Attention of the newest tokens of the rows `slot_R` of `slots`."""
+        args, space, device = self._args, self._attention_space, device_of(self.device)
+        if args.latent is not None:
+            num_splits = splits_for(len(slot_R), head_tiles(args.n_heads)[0], device)
+            return lambda layer, q_RNX, out_RNL: decode_latents(
+                q_RNX, self.cache.latents(layer), slots.page_table_SP, slot_R, slots.num_tokens_S,
+                out_RNL, space, num_splits, scale=args.scale,
+            )  # fmt: skip
+        num_splits = 1 if self._invariant else splits_for(len(slot_R), args.n_kv_heads, device)
+        window_of, scale = args.window, args.score_scale
 
         def attend(layer: int, q_RNH: torch.Tensor, out_RNH: torch.Tensor) -> None:
             caches = (*self.cache.layer(layer), slots.page_table_SP, slot_R)
@@ -241,15 +258,11 @@ class DeviceProgram:
             if together is not None:
                 prompt_attention(q_RNH, *caches, together, scale=scale, scales=scales)
             decode_attention(
-                q_RNH, *caches, slots.num_tokens_S, out_RNH, self._attention_space, num_splits,
+                q_RNH, *caches, slots.num_tokens_S, out_RNH, space, num_splits,
                 together, window=window, scale=scale, scales=scales,
             )  # fmt: skip
 
-        decoder = self._decoder
-        forward = decoder.forward
-        if isinstance(decoder, FusedDecoder) and decoder.can_run_few(num_rows) and not adapted:
-            forward = decoder.forward_few
-        return forward(rows, attend)
+        return attend
 
     def _sample(
         self, slot_R: torch.Tensor, hidden_RD: torch.Tensor, sampling: DeviceSampling
@@ -386,6 +399,12 @@ class DeviceProgram:
             )  # fmt: skip
         first_row_C1 = upload(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
         first_position_C, max_rows = upload(starts.astype(np.int32)), int(lengths.max())
+        if self._args.latent is not None:
+            latent_scale = self._args.scale
+            return lambda layer, q_TNX, out_TNL: prefill_latents(
+                q_TNX, cache.latents(layer), pages, first_row_C1, first_position_C, out_TNL,
+                max_rows, scale=latent_scale,
+            )  # fmt: skip
         if flashinfer is not None:
             flashinfer.plan(lengths, starts, pages_CP)
 
@@ -400,6 +419,12 @@ class DeviceProgram:
             )  # fmt: skip
 
         return attend
+
+
+def _attention_space(args: DecoderArgs, max_rows: int, device: torch.device) -> Workspace:
+    if args.latent is not None:
+        return latent_workspace(max_rows, args.n_heads, args.latent.kv_rank, device)
+    return Workspace.make(max_rows, args.n_heads, args.n_kv_heads, args.head_dim, device)
 
 
 def _trainer_logprobs(

@@ -8,7 +8,7 @@ The router's product has exact products and float32 sums. If the tiles of tokens
 device, experts are cut into parts: each writes its logits to the workspace, and the last program of
 a tile chooses. For a few tokens latency is all: a program has one token and a few experts, whose
 weights it loads before it waits for the previous kernel (device.py). Of equal scores the lower
-index is chosen.
+index is chosen. Grouped routing (moe.py) hides the experts of other groups before the choice.
 
 A block holds `block_m` pairs of one expert; what is left of an expert's last block is padding. How
 many blocks there are is known on the device only, so the list has room for the most there can be,
@@ -32,6 +32,7 @@ import triton.language as tl
 
 from areal.engine.native.cuda.block_kernels import Norm, load_norm
 from areal.engine.native.cuda.device import OVERLAP, Device, await_previous, device_of, overlapping
+from areal.models.common.moe import Router
 
 _MIN_TILE = 16  # of the tensor cores
 _MAX_CHOICE_ELEMENTS = 8192  # (token, expert) pairs of a tile: 64 of each thread
@@ -41,8 +42,36 @@ _MAX_SORTED_AT_ONCE = 4096
 
 @dataclass(frozen=True, slots=True)
 class RouterOptions:
+    """As `MoEArgs` has them."""
+
+    num_experts: int
     top_k: int
-    norm_topk_prob: bool  # the weights of a token's experts sum to 1
+    norm_topk_prob: bool
+    num_groups: int
+    top_groups: int
+    weight_scale: float
+
+    @classmethod
+    def of(cls, router: Router) -> RouterOptions:
+        return cls(
+            router.num_experts,
+            router.top_k,
+            router.norm_topk_prob,
+            router.num_groups,
+            router.top_groups,
+            router.weight_scale,
+        )
+
+    @property
+    def constants(self) -> dict[str, int | bool]:
+        """Of a kernel that chooses."""
+        return {
+            "TOP_K": self.top_k,
+            "BLOCK_K": triton.next_power_of_2(self.top_k),
+            "NORM_TOPK": self.norm_topk_prob,
+            "GROUP_SIZE": self.num_experts // self.num_groups,
+            "TOP_GROUPS": self.top_groups if self.num_groups > 1 else 0,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,15 +131,13 @@ def route(
     )
     _router_kernel[(tiles, parts)](
         x_TD, weight_ED, bias_E, logits_TE, arrived, weights_TK, experts_TK,
-        num_tokens, num_experts, dim, experts_TK.stride(0),
-        TOP_K=options.top_k,
-        BLOCK_K=triton.next_power_of_2(options.top_k),
+        num_tokens, num_experts, dim, experts_TK.stride(0), options.weight_scale,
+        **options.constants,
         TOKENS=plan.tokens,
         EXPERTS=plan.experts,
         BLOCK_E=block_e,
         BLOCK=plan.block,
         BIAS=bias_E is not None,
-        NORM_TOPK=options.norm_topk_prob,
         num_warps=4,
         num_stages=plan.stages,
         **overlapping(OVERLAP),
@@ -136,15 +163,13 @@ def norm_route(
     logits_TE = x_TD.new_empty(num_tokens, num_experts, dtype=torch.float32)
     _norm_router_kernel[(num_tokens, triton.cdiv(num_experts, experts))](
         x_TD, norm.weight, normed_TD, weight_ED, bias_E, logits_TE, arrived, weights_TK, experts_TK,
-        num_tokens, num_experts, dim, norm.eps, experts_TK.stride(0),
-        TOP_K=options.top_k,
-        BLOCK_K=triton.next_power_of_2(options.top_k),
+        num_tokens, num_experts, dim, norm.eps, experts_TK.stride(0), options.weight_scale,
+        **options.constants,
         EXPERTS=experts,
         BLOCK_E=_padded(num_experts),
         BLOCK=block,
         OFFSET=norm.offset,
         BIAS=bias_E is not None,
-        NORM_TOPK=options.norm_topk_prob,
         num_warps=4,
         **overlapping(OVERLAP),
     )  # fmt: skip
@@ -182,10 +207,10 @@ def _padded(size: int) -> int:
 @triton.jit
 def _router_kernel(
     x_ptr, weight_ptr, bias_ptr, logits_ptr, arrived_ptr, weights_ptr, experts_ptr,
-    T, E, D, experts_stride,
+    T, E, D, experts_stride, weight_scale,
     TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, NORM_TOPK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, TOP_GROUPS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     PARTS: tl.constexpr = BLOCK_E // EXPERTS
     tile, part = tl.program_id(0), tl.program_id(1)
@@ -206,7 +231,8 @@ def _router_kernel(
     if PARTS == 1:
         _choose(
             tl.trans(sums), bias_ptr, weights_ptr, experts_ptr, token, T, E, experts_stride,
-            TOP_K, BLOCK_K, TOKENS, BLOCK_E, BIAS, NORM_TOPK,
+            weight_scale, TOP_K, BLOCK_K, TOKENS, BLOCK_E, BIAS, NORM_TOPK,
+            GROUP_SIZE, TOP_GROUPS,
         )  # fmt: skip
     else:
         written = is_token[None, :] & (expert < E)[:, None]
@@ -222,17 +248,18 @@ def _router_kernel(
             logits = tl.load(logits_ptr + logits_place, is_logit, 0.0, cache_modifier=".cg")
             _choose(
                 logits, bias_ptr, weights_ptr, experts_ptr, token, T, E, experts_stride,
-                TOP_K, BLOCK_K, TOKENS, BLOCK_E, BIAS, NORM_TOPK,
+                weight_scale, TOP_K, BLOCK_K, TOKENS, BLOCK_E, BIAS, NORM_TOPK,
+                GROUP_SIZE, TOP_GROUPS,
             )  # fmt: skip
 
 
 @triton.jit
 def _norm_router_kernel(
     x_ptr, norm_ptr, normed_ptr, weight_ptr, bias_ptr, logits_ptr, arrived_ptr,
-    weights_ptr, experts_ptr, T, E, D, eps, experts_stride,
+    weights_ptr, experts_ptr, T, E, D, eps, experts_stride, weight_scale,
     TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK: tl.constexpr, OFFSET: tl.constexpr, BIAS: tl.constexpr, NORM_TOPK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, TOP_GROUPS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     token, part = tl.program_id(0), tl.program_id(1)
     expert = part * EXPERTS + tl.arange(0, EXPERTS)
@@ -258,17 +285,20 @@ def _norm_router_kernel(
         _choose(
             tl.load(all_ptr, every < E, 0.0, cache_modifier=".cg"), bias_ptr, weights_ptr,
             experts_ptr, token + tl.arange(0, 1), T, E, experts_stride,
-            TOP_K, BLOCK_K, 1, BLOCK_E, BIAS, NORM_TOPK,
+            weight_scale, TOP_K, BLOCK_K, 1, BLOCK_E, BIAS, NORM_TOPK,
+            GROUP_SIZE, TOP_GROUPS,
         )  # fmt: skip
 
 
 @triton.jit
 def _choose(
-    logits, bias_ptr, weights_ptr, experts_ptr, token, T, E, experts_stride,
+    logits, bias_ptr, weights_ptr, experts_ptr, token, T, E, experts_stride, weight_scale,
     TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, TOKENS: tl.constexpr, BLOCK_E: tl.constexpr,
-    BIAS: tl.constexpr, NORM_TOPK: tl.constexpr,
+    BIAS: tl.constexpr, NORM_TOPK: tl.constexpr, GROUP_SIZE: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Softmax of logits [TOKENS, BLOCK_E]; then the best expert TOP_K times."""
+    """Softmax of logits [TOKENS, BLOCK_E]; then the best expert TOP_K times, with TOP_GROUPS among
+    those of as many groups of GROUP_SIZE, the groups of the best experts."""
     expert = tl.arange(0, BLOCK_E)[None, :]
     logits = tl.where(expert < E, logits, float("-inf"))
     probs = tl.exp(logits - tl.max(logits, axis=1)[:, None])
@@ -277,23 +307,36 @@ def _choose(
     if BIAS:
         scores += tl.load(bias_ptr + expert, expert < E, 0.0)
     scores = tl.where(expert < E, scores, float("-inf"))
+    if TOP_GROUPS > 0:
+        others = scores
+        for _ in tl.static_range(TOP_GROUPS):
+            group = _best_expert(others, expert, E) // GROUP_SIZE
+            others = tl.where(expert // GROUP_SIZE == group, float("-inf"), others)
+        scores = tl.where(others == float("-inf"), scores, float("-inf"))
     choice = tl.arange(0, BLOCK_K)[None, :]
     weights = tl.zeros([TOKENS, BLOCK_K], tl.float32)
     chosen = tl.zeros([TOKENS, BLOCK_K], tl.int32)
     for k in tl.static_range(TOP_K):
-        is_best = scores == tl.max(scores, axis=1)[:, None]
-        # The last expert where no score is a number: an index past the end would be read from.
-        best = tl.min(tl.where(is_best, expert, E - 1), axis=1)[:, None]
+        best = _best_expert(scores, expert, E)
         weight = tl.sum(tl.where(expert == best, probs, 0.0), axis=1)[:, None]
         scores = tl.where(expert == best, float("-inf"), scores)
         weights = tl.where(choice == k, weight, weights)
         chosen = tl.where(choice == k, best, chosen)
     if NORM_TOPK:
         weights = weights / tl.sum(weights, axis=1)[:, None]
+    weights *= weight_scale
     written = (token < T)[:, None] & (choice < TOP_K)
     row = token.to(tl.int64)[:, None]
     tl.store(weights_ptr + row * TOP_K + choice, weights, written)
     tl.store(experts_ptr + row * experts_stride + choice, chosen, written)
+
+
+@triton.jit
+def _best_expert(scores, expert, E):
+    """[TOKENS, 1]"""
+    is_best = scores == tl.max(scores, axis=1)[:, None]
+    # The last expert where no score is a number: an index past the end would be read from.
+    return tl.min(tl.where(is_best, expert, E - 1), axis=1)[:, None]
 
 
 @triton.jit

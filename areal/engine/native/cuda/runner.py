@@ -170,14 +170,8 @@ class CudaRunner:
 
     def draft_cost(self, slots: np.ndarray, length: int) -> float:
         """A step reads the weights once and the cache once a row; the host waits for a `verify`."""
-        args, num_rows = self._model.args, len(slots)
-        token_bytes = 2 * len(args.attention_layers) * args.n_kv_heads * args.head_dim
-        cache = (
-            token_bytes
-            * self._model.embedding_weight.itemsize
-            * float(self._table.num_tokens[slots].sum())
-        )
-        row = self._weight_bytes * _ROW_SHARE * num_rows + cache
+        cache = self._program.cache.token_bytes * float(self._table.num_tokens[slots].sum())
+        row = self._weight_bytes * _ROW_SHARE * len(slots) + cache
         return _VERIFY_COST * (self._weight_bytes + (1 + length) * row) / (self._weight_bytes + row)
 
     def verify(self, slots: np.ndarray, drafts: list[list[int]]) -> Computed:

@@ -29,6 +29,13 @@ compiled: set[tuple[str, ...]] = set()
 compiling: list[str] = []  # names of models, the current one last
 HOPPER = GPUTarget("cuda", 90, 32)
 _GEMMA = {"sliding_window": 32, "sliding_window_pattern": 2, "num_hidden_layers": 2}
+_DEEPSEEK = {
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "first_k_dense_replace": 0,
+}
 MODELS = {  # family, overrides of its tiny config
     "qwen3": ("qwen3", {"head_dim": 64}),
     "adapters": ("qwen3", {"head_dim": 64}),
@@ -52,14 +59,32 @@ MODELS = {  # family, overrides of its tiny config
         {"num_hidden_layers": 2, "head_dim": 256, "partial_rotary_factor": 0.25}
         | {"linear_key_head_dim": 128, "linear_value_head_dim": 128},
     ),
+    # The heads of DeepSeek-V2-Lite; those that a rank of four has of DeepSeek-V2, whose experts
+    # are in groups; a latent vector that is padded, of several tiles of heads.
+    "latent": ("deepseek_v2", _DEEPSEEK | {"num_attention_heads": 16, "num_key_value_heads": 16}),
+    "latent_of_32_heads": (
+        "deepseek_v2",
+        _DEEPSEEK
+        | {"num_attention_heads": 32, "num_key_value_heads": 32, "q_lora_rank": 1536}
+        | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+    ),
+    "latent_of_40": (
+        "deepseek_v2",
+        {"kv_lora_rank": 40, "qk_rope_head_dim": 8, "first_k_dense_replace": 0}
+        | {"num_attention_heads": 36, "num_key_value_heads": 36},
+    ),
 }
 ATTENTION = ("decode_attention", "prefill_attention", "prompt_attention")
+LATENT = ("latent_attention", "routing")
 # The files of kernels that are compiled, where not all: other models have the others.
 FILES = {
     "hybrid": ("delta_chunk_kernels", "delta_conv_kernels", "hybrid_kernels"),
     "adapters": ("adapter_linear",),
     "fp8": ATTENTION,
     "fp8_of_16": ATTENTION,
+    "latent": LATENT,
+    "latent_of_32_heads": LATENT,
+    "latent_of_40": LATENT,
 }
 TYPES = {
     torch.float32: "*fp32",
@@ -174,7 +199,8 @@ def main() -> None:
         for num_rows in (1, 4, 64, 96):  # few rows and many have kernels of their own
             slots = torch.zeros(num_rows, dtype=torch.int32)
             program.begin()
-            shared = program.new_shared(num_rows) if num_rows == 64 else None
+            reads_together = num_rows == 64 and model.args.latent is None
+            shared = program.new_shared(num_rows) if reads_together else None
             program.step(slots, *program.new_outputs(1, num_rows), shared, adapted=False)
             if bank.names:
                 program.adapters.sync()

@@ -36,9 +36,9 @@ def test_kernels_compile_for_an_h200(tmp_path):
     """In one process and with one cache: models have kernels in common."""
     models = ["qwen3", "experts", "gemma3", "heads_of_80", "heads_of_96"]
     kernels = defaultdict(list)
-    for model, kernel, _ in compile_for_hopper(
-        tmp_path, *models, "adapters", "fp8", "fp8_of_16", "hybrid", "fp8_training"
-    ):
+    latent = ["latent", "latent_of_32_heads", "latent_of_40"]
+    others = ["adapters", "fp8", "fp8_of_16", "hybrid", "fp8_training"]
+    for model, kernel, _ in compile_for_hopper(tmp_path, *models, *latent, *others):
         kernels[model].append(kernel)
     training = {"solve_kernel", "states_back_kernel", "chunk_back_kernel", "mix_back_kernel"}
     decoding = {"_recur_kernel", "_convolve_kernel", "_gated_rope_kernel", "_add_shared_kernel"}
@@ -53,6 +53,9 @@ def test_kernels_compile_for_an_h200(tmp_path):
         assert wanted <= set(kernels[model]), model
         assert experts & set(kernels[model]) == (experts if model == "experts" else set()), model
     assert set(kernels["fp8"]) == set(kernels["fp8_of_16"]) == attention
+    by_latents = {"_place_kernel", "_decode_latents_kernel", "_prefill_latents_kernel"}
+    for model in latent:
+        assert by_latents | many | {"_group_kernel"} == set(kernels[model]), model
     assert set(kernels["adapters"]) == {
         "_shrink_kernel",
         "_expand_kernel",

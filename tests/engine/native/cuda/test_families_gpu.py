@@ -31,6 +31,11 @@ _COMMON = {
     "max_position_embeddings": 1024,
     "initializer_range": 0.06,
 }
+_DEEPSEEK = _COMMON | {
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 320,
+}
 _GEMMA = _COMMON | {"sliding_window_pattern": 2, "query_pre_attn_scalar": 200}
 MODELS = {
     "gemma_short_window": ("gemma3_text", _GEMMA | {"head_dim": 256, "sliding_window": 50}),
@@ -48,6 +53,21 @@ MODELS = {
         | {"head_dim": 256, "full_attention_interval": 4, "partial_rotary_factor": 0.25}
         | {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
         | {"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    ),
+    # Heads of DeepSeek-V2-Lite; then more heads than a program has, experts in groups, and a
+    # latent vector that is padded.
+    "latent": (
+        "deepseek_v2",
+        _DEEPSEEK
+        | {"num_attention_heads": 16, "num_key_value_heads": 16, "kv_lora_rank": 512}
+        | {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
+    ),
+    "latent_groups": (
+        "deepseek_v2",
+        _DEEPSEEK
+        | {"num_attention_heads": 40, "num_key_value_heads": 40, "kv_lora_rank": 96}
+        | {"qk_nope_head_dim": 48, "qk_rope_head_dim": 16, "v_head_dim": 32, "q_lora_rank": 160}
+        | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
     ),
 }
 

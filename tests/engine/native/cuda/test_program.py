@@ -58,6 +58,33 @@ HYBRID = {  # a layer with the delta rule, of whose value heads two share a key,
 }
 
 
+LATENT = {  # a dense layer and one with experts of two groups; ranks and heads of no power of two
+    "head_dim": None,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "q_lora_rank": 10,
+    "topk_method": "group_limited_greedy",
+    "n_group": 4,
+    "topk_group": 2,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.0,
+    },
+}
+
+ONE_PRODUCT = {  # of queries, without a latent vector of their own
+    "head_dim": None,
+    "num_hidden_layers": 2,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+}
+
+
 def small_model(family="qwen3", seed=0, **overrides):
     overrides = {"head_dim": 16, "num_hidden_layers": 1} | overrides
     model = tiny_model(family, seed=seed, **overrides)
@@ -216,6 +243,8 @@ def mixed_requests(count: int, most: int, seed: int = 0) -> list[GenRequest]:
         ("gemma3_text", 10, GEMMA | {"head_dim": 24}),
         ("llama", 3, {"head_dim": 8, "mlp_bias": True}),
         ("qwen3", 3, {"head_dim": 48}),
+        ("deepseek_v2", 3, LATENT),
+        ("deepseek_v2", 10, ONE_PRODUCT),
     ],
 )
 def test_logprobs_equal_a_full_forward(make_engine, family, num_requests, shape):
@@ -241,6 +270,8 @@ def test_logprobs_equal_a_full_forward(make_engine, family, num_requests, shape)
         ("qwen3_moe", 3, {}, ATTENTION, False),
         ("llama", 3, {"head_dim": 24, "mlp_bias": True}, ("k_proj", "down_proj"), False),
         ("qwen3_5_text", 3, HYBRID, ("in_proj_qkv", "out_proj", "q_proj", "up_proj"), False),
+        ("deepseek_v2", 3, LATENT, ("q_b_proj", "kv_a_proj_with_mqa", "o_proj", "up_proj"), True),
+        ("deepseek_v2", 3, ONE_PRODUCT, ("q_proj", "kv_a_proj_with_mqa"), False),
     ],
 )
 @torch.no_grad()
@@ -309,15 +340,18 @@ def test_adapters_come_change_and_go_between_requests(make_engine):
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in divide")  # rows of padding
-@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5_moe_text"])
-def test_states_of_samples_that_stop_of_turns_and_of_new_weights(make_engine, family, device):
-    """Prompts that go on where a sequence has ended start from a state at a border of pages, which
-    is its own even though the runner was ahead of it."""
-    engine, history = make_engine(family, shape=HYBRID), [3, 1, 4]
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [("qwen3_5_text", HYBRID), ("qwen3_5_moe_text", HYBRID), ("deepseek_v2", LATENT)],
+)
+def test_samples_that_stop_turns_and_new_weights(make_engine, family, shape, device):
+    """Prompts that go on where a sequence has ended start from pages of its own even though the
+    runner was ahead of it, and in hybrids from the state at their border."""
+    engine, history = make_engine(family, shape=shape), [3, 1, 4]
     stops = {"ignore_eos": False, "stop_token_ids": list(range(0, VOCAB, 2))}
     for turn, (num_samples, most) in enumerate([(2, 3), (1, 2), (1, 1)]):
         if turn == 2:
-            weights = small_model(family, 1, **HYBRID).to(device)
+            weights = small_model(family, 1, **shape).to(device)
             engine.load_weights(weights.named_hf_tensors(), 1, recompute_kv=True)
         for sample in range(num_samples):
             options = {"seed": sample, "max_new_tokens": most, "ignore_eos": True}
@@ -331,10 +365,14 @@ def test_states_of_samples_that_stop_of_turns_and_of_new_weights(make_engine, fa
         history = [*history, *done["0"].output_tokens, 7]
 
 
-@pytest.mark.parametrize("num_requests", [2, 7])
-def test_experts_on_record_are_those_of_a_full_forward(make_engine, num_requests):
+@pytest.mark.filterwarnings("ignore:invalid value encountered in divide")  # rows of padding
+@pytest.mark.parametrize(
+    ("family", "shape", "num_requests"),
+    [("qwen3_moe", {}, 2), ("qwen3_moe", {}, 7), ("deepseek_v2", LATENT, 3)],
+)
+def test_experts_on_record_are_those_of_a_full_forward(make_engine, family, shape, num_requests):
     """A few rows, and more than the kernels for few rows take; prompts that are shared, too."""
-    engine, requests = make_engine("qwen3_moe"), mixed_requests(num_requests, most=3)
+    engine, requests = make_engine(family, shape=shape), mixed_requests(num_requests, most=3)
     for request in requests:
         request.return_routed_experts = True
         engine.add(request)
@@ -484,11 +522,13 @@ def test_a_model_in_fp8_and_its_updates(make_engine, device):
 # Drafts.
 
 
-def test_drafts_change_no_draw(make_engine, monkeypatch):
+@pytest.mark.filterwarnings("ignore:invalid value encountered in divide")  # rows of padding
+@pytest.mark.parametrize(("family", "shape"), [("qwen3", {}), ("deepseek_v2", ONE_PRODUCT)])
+def test_drafts_change_no_draw(make_engine, monkeypatch, family, shape):
     """Guesses that are right for a while, or not at all: the tokens are those drawn without."""
 
     def generate(**options):
-        engine = make_engine(**options)
+        engine = make_engine(family, shape=shape, **options)
         sampling = GenerationHyperparameters(max_new_tokens=8, temperature=0.7, seed=3)
         engine.add(GenRequest("a", [5, 6, 7, 8, 9], sampling))
         done = run(engine)["a"]

@@ -24,10 +24,12 @@ EPS = 1e-6
 SHAPES = [(1, 4, 2, 32), (3, 128, 8, 64), (17, 6, 6, 100), (40, 20, 1, 160), (9, 130, 4, 32)]
 
 
-def make_router(num_experts, top_k, dim, device, dtype, *, normed=True, bias=False) -> Router:
+def make_router(
+    num_experts, top_k, dim, device, dtype, *, normed=True, bias=False, **grouped
+) -> Router:
     args = MoEArgs(
         num_experts=num_experts, top_k=top_k, hidden_dim=1, norm_topk_prob=normed,
-        layers=frozenset(), expert_bias=bias,
+        layers=frozenset(), expert_bias=bias, **grouped,
     )  # fmt: skip
     router = Router(dim, args).to(device, dtype).requires_grad_(False)
     router.weight.normal_(0.0, dim**-0.5)  # logits as of a model: no probability is 0
@@ -38,7 +40,7 @@ def make_router(num_experts, top_k, dim, device, dtype, *, normed=True, bias=Fal
 
 def run(router: Router, x_TD, norm: torch.nn.RMSNorm | None = None):
     """Weights, experts, and what was routed."""
-    options = RouterOptions(router.top_k, router.norm_topk_prob)
+    options = RouterOptions.of(router)
     weights_TK = x_TD.new_full((len(x_TD), router.top_k), float("nan"), dtype=torch.float32)
     # Rows apart, as those of one layer are among all layers'.
     routed_TLK = torch.full((len(x_TD), 3, router.top_k), -7, device=x_TD.device).int()
@@ -84,6 +86,26 @@ def test_a_few_tokens_are_normed_for_the_products_that_follow(shape, bias, devic
     torch.testing.assert_close(weights_TK, expected_weights, atol=2e-6, rtol=1e-4)
 
 
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "top_k", "num_groups", "top_groups"),
+    [(1, 8, 2, 4, 1), (37, 160, 6, 8, 3), (5, 12, 8, 3, 2), (3, 20, 4, 4, 4)],
+)
+def test_experts_of_the_best_groups_and_scaled_weights(
+    num_tokens, num_experts, top_k, num_groups, top_groups, normed, device, dtype
+):
+    torch.manual_seed(0)
+    grouped = {"num_groups": num_groups, "top_groups": top_groups, "weight_scale": 16.0}
+    router = make_router(num_experts, top_k, 64, device, dtype, normed=normed, **grouped)
+    x_TD = torch.randn(num_tokens, 64, device=device).to(dtype)
+    for norm in (None, torch.nn.RMSNorm(64, EPS).to(device, dtype).requires_grad_(False)):
+        weights_TK, experts_TK, routed_TD = run(router, x_TD, norm)
+        expected_weights, expected_experts = router(routed_TD)
+        assert torch.equal(experts_TK, expected_experts)
+        torch.testing.assert_close(weights_TK, expected_weights, atol=3e-5, rtol=1e-4)
+    assert len(set((experts_TK[0] // (num_experts // num_groups)).tolist())) <= top_groups
+
+
 def test_of_equal_scores_the_lower_index_is_chosen(device):
     router = make_router(6, 3, 32, device, torch.float32)
     router.weight.fill_(0.5)
@@ -92,8 +114,9 @@ def test_of_equal_scores_the_lower_index_is_chosen(device):
     torch.testing.assert_close(weights_TK, torch.full_like(weights_TK, 1 / 3))
 
 
-def test_what_is_no_number_still_has_experts_that_exist(device):
-    router = make_router(6, 3, 32, device, torch.float32)
+@pytest.mark.parametrize("grouped", [{}, {"num_groups": 3, "top_groups": 2}])
+def test_what_is_no_number_still_has_experts_that_exist(grouped, device):
+    router = make_router(6, 3, 32, device, torch.float32, **grouped)
     x_TD = torch.randn(4, 32, device=device)
     x_TD[1] = float("nan")
     _, experts_TK, _ = run(router, x_TD)
