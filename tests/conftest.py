@@ -1,4 +1,5 @@
-"""What every test process shares: one torch thread, and hypothesis examples that repeat.
+"""What every test process shares: one torch thread, hypothesis examples that repeat, and a
+collection that leaves little to do.
 
 Tests run two at a time on small machines. One torch thread per process keeps them from fighting
 for the cores, and makes CPU results a function of the inputs alone.
@@ -6,7 +7,9 @@ for the cores, and makes CPU results a function of the inputs alone.
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -23,12 +26,28 @@ os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 # No worker of Ray is killed because others use the memory of this machine.
 os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # noqa: SIM112 (as Ray spells it)
 
-import torch  # noqa: E402 (after its variables)
+# What is collected stays, and would be searched for garbage again and again. And to rewrite its
+# assertions takes longer than all of its imports: that is kept for the next process.
+gc.disable()
+_writes_no_bytecode, sys.dont_write_bytecode = sys.dont_write_bytecode, False
 
-if not torch.cuda.is_available():
-    # The tests of kernels run them in Triton's interpreter. Triton reads this when it is imported,
-    # which some libraries do, so it must be there before any of them.
-    os.environ["TRITON_INTERPRET"] = "1"
+
+def pytest_collection_finish():
+    sys.dont_write_bytecode = _writes_no_bytecode
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_configure(config):
+    if config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput"):
+        return  # it distributes tests, and runs none
+    import torch  # after its variables
+
+    if not torch.cuda.is_available():
+        # The tests of kernels run them in Triton's interpreter. Triton reads this when it is
+        # imported, which some libraries do, so it must be there before any of them.
+        os.environ["TRITON_INTERPRET"] = "1"
+
 
 # Wall-clock limits per example fail on a busy machine for no fault of the code.
 settings.register_profile(

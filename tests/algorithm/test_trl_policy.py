@@ -4,7 +4,7 @@ TRL's `_compute_loss` runs as it is, on a stand-in trainer whose model returns t
 of the test. By definition ours differ in one thing, which each test states: we divide by all tokens
 to learn (N), so a token weighs the same in a long answer as in a short one, where TRL's "grpo" and
 "sapo" average each answer first, its "dr_grpo" divides by B * max_completion_length, and its RLOO
-takes the ratio of whole answers.
+takes the ratio of whole answers. TRL is imported where it runs: that takes seconds.
 """
 
 from __future__ import annotations
@@ -14,9 +14,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from trl.trainer.grpo_trainer import GRPOTrainer
-from trl.trainer.rloo_trainer import RLOOTrainer
-from trl.trainer.utils import nanstd
 
 from areal.algorithm.kl import k3, kl_loss
 from areal.algorithm.loss import LossInputs, cispo_loss, gspo_loss, ppo_clip_loss, sapo_loss
@@ -70,8 +67,11 @@ def one_process() -> SimpleNamespace:
     )
 
 
-def trl_loss(data: Data, rows=slice(None), *, trainer=GRPOTrainer, **options):
+def trl_loss(data: Data, rows=slice(None), *, trainer=None, **options):
     """TRL's loss of `rows` as a function of the log-probabilities."""
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    trainer = trainer or GRPOTrainer
     mask = data.mask[rows].float()
 
     def loss_fn(logp: torch.Tensor) -> torch.Tensor:
@@ -210,6 +210,8 @@ def test_kl_as_a_term_of_the_loss():
 
 def test_rloo_of_one_token_answers():
     """Where an answer is one token the ratio of the answer is that of the token."""
+    from trl.trainer.rloo_trainer import RLOOTrainer
+
     data = Data(lengths=[1] * BATCH)
     trl_fn = trl_loss(data, trainer=RLOOTrainer, epsilon_low=0.2, epsilon_high=0.28)
     assert_equal(data, ours(data, ppo_clip_loss, **CLIP), trl_fn)
@@ -217,6 +219,8 @@ def test_rloo_of_one_token_answers():
 
 def test_rloo_differs_by_a_constant_on_policy():
     """At ratio 1 both gradients are the advantage at each token, over N or over B."""
+    from trl.trainer.rloo_trainer import RLOOTrainer
+
     data = Data()
     data.logp = data.old
     trl_fn = trl_loss(data, trainer=RLOOTrainer, epsilon_low=0.2, epsilon_high=0.28)
@@ -229,6 +233,8 @@ def test_advantages_of_groups():
     """TRL computes them in the method that also generates, so its formulas are written out here
     over its own `nanstd`; its eps is 1e-4.
     """
+    from trl.trainer.utils import nanstd
+
     rewards = torch.rand(BATCH, generator=torch.Generator().manual_seed(1))
     grouped = rewards.view(GROUPS, GROUP_SIZE)
     centred = grouped - grouped.mean(1, keepdim=True)

@@ -1,6 +1,7 @@
 """DPO, IPO and the reward model against TRL's own code on the same tensors, to 1e-5.
 
 TRL's batches hold all chosen answers first and then all rejected ones; ours interleave the pairs.
+TRL is imported where it runs: that takes seconds.
 """
 
 from __future__ import annotations
@@ -10,8 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from trl.trainer.dpo_trainer import DPOTrainer
-from trl.trainer.reward_trainer import RewardTrainer
 
 from areal.algorithm.advantage import shift_left
 from areal.algorithm.preference import dpo_loss, ipo_loss, reward_model_loss
@@ -74,6 +73,8 @@ def test_preference_losses(loss_type: str, our_loss, seed: int):
             beta=0.3,
             use_weighting=False,
         )
+        from trl.trainer.dpo_trainer import DPOTrainer
+
         return DPOTrainer._compute_loss(trainer, lambda **kwargs: outputs, inputs, False)
 
     def ours(leaf: torch.Tensor) -> torch.Tensor:
@@ -92,6 +93,8 @@ def test_preference_losses(loss_type: str, our_loss, seed: int):
 
 
 def test_reward_model():
+    from trl.trainer.reward_trainer import RewardTrainer
+
     scores = torch.randn(2 * PAIRS, 1, generator=torch.Generator().manual_seed(0))
     trainer = stand_in(args=SimpleNamespace(center_rewards_coefficient=None))
     outputs = SimpleNamespace(logits=scores)

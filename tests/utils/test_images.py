@@ -94,7 +94,7 @@ def test_of_an_animation_the_first_frame():
 HOSTILE = {
     "a bomb": png(50_000, 50_000, zlib.compress(bytes(1000))),
     "a wide bomb": png(2**31 - 1, 1, zlib.compress(b"\0")),
-    "a text bomb": png(4, 4, b"", chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(1 << 27)))),
+    "a text bomb": png(4, 4, b"", chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(1 << 27), 1))),
     "nothing": b"",
     "half of it": encoded(Image.fromarray(picture(64, 64)))[:3000],
     "only its first bytes": SMALL[:8],

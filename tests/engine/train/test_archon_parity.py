@@ -59,37 +59,6 @@ def test_two_ranks(check_parity):
     )
 
 
-@pytest.mark.slow
-def test_two_ranks_of_other_models(check_parity):
-    critic = {"is_critic": True}
-    check_parity(
-        2,
-        ("qwen2", "archon:t2", {"temperature": 0.7, "logprobs_chunk_size": 7}),
-        ("llama", "archon:t2", {}),
-        ("llama", "archon:c2", {}),
-        ("qwen3_moe", "archon:d2", {}),
-        ("qwen3_moe", "archon:t2", {}),
-        ("gemma3", "archon:t2", {}),
-        ("gemma3", "archon:c2", {}),
-        ("qwen3", "archon:d2", critic),
-        ("qwen3", "archon:t2", critic),
-        ("qwen3", "archon:c2", critic),
-    )
-
-
-@pytest.mark.slow
-def test_four_ranks(check_parity):
-    check_parity(
-        4,
-        ("qwen3", "archon:d2t2", {}),
-        ("qwen2", "archon:d2c2", {}),
-        ("qwen3_moe", "archon:d2t2", {"num_replicas": 2}),
-        ("qwen3", "archon:c2t2", {}),
-        ("qwen3", "archon:c4", {}),  # more ranks than key-value heads
-        ("qwen3", "archon:d4", {"num_replicas": 2}),
-    )
-
-
 def schedule(name: str, **changes: Any) -> dict[str, Any]:
     return {"pp_schedule": name, **changes}
 
@@ -101,36 +70,6 @@ def test_two_ranks_of_a_pipeline(check_parity):
         ("deep", "archon:p2", schedule("ZBVZeroBubble")),
         ("deep_untied", "archon:p2", schedule("Interleaved1F1B")),
         ("deep_untied", "archon:p2", schedule("InterleavedZeroBubble")),
-    )
-
-
-@pytest.mark.slow
-def test_two_ranks_of_other_pipelines(check_parity):
-    check_parity(
-        2,
-        ("deep", "archon:p2", schedule("Interleaved1F1B")),
-        ("deep", "archon:p2", schedule("InterleavedZeroBubble")),
-        ("deep_untied", "archon:p2", schedule("1F1B")),
-        ("deep_untied", "archon:p2", schedule("ZBVZeroBubble")),
-        ("deep_moe", "archon:p2", schedule("Interleaved1F1B")),
-        ("deep_gemma3", "archon:p2", schedule("1F1B", temperature=0.7)),
-        ("deep", "archon:p2", schedule("Interleaved1F1B", gradient_checkpointing=True)),
-        ("deep", "archon:p2", schedule("1F1B", is_critic=True, init_from_scratch=True)),
-        ("deep", "archon:p2", schedule("ZBVZeroBubble", is_critic=True, init_from_scratch=True)),
-    )
-
-
-@pytest.mark.slow
-def test_four_ranks_of_pipelines_beside_each_other(check_parity):
-    check_parity(
-        4,
-        ("deep", "archon:d2p2", schedule("1F1B")),
-        ("deep", "archon:d2p2", schedule("ZBVZeroBubble", num_replicas=2)),
-        ("deep_untied", "archon:d2p2", schedule("InterleavedZeroBubble")),
-        ("deep", "archon:p2t2", schedule("ZBVZeroBubble")),
-        ("deep", "archon:p2c2", schedule("Interleaved1F1B")),
-        ("deep", "archon:p4", schedule("1F1B")),
-        ("deep_moe", "archon:d2p2e2", schedule("Interleaved1F1B")),
     )
 
 
@@ -147,29 +86,73 @@ def test_two_ranks_with_adapters(check_parity):
     )
 
 
-@pytest.mark.slow
-def test_two_ranks_with_other_adapters(check_parity):
-    check_parity(
-        2,
-        ("qwen3", "archon:t2", {**LORA, "lora_rank": 3}),
-        ("qwen3", "archon:c2", {**LORA}),
-        ("gemma3", "archon:t2", {**LORA}),
-        ("qwen3", "archon:t2", {**LORA, "is_critic": True}),
-        ("qwen3_moe", "archon:t2", {**EXPERTS}),
-        ("qwen3_moe", "archon:d2", {**EXPERTS}),
-        ("deep_untied", "archon:p2", schedule("Interleaved1F1B", **LORA)),
-        ("deep", "archon:p2", schedule("ZBVZeroBubble", **LORA)),
-        ("deep_moe", "archon:p2", schedule("Interleaved1F1B", **EXPERTS)),
-    )
+# One test each, so that ranks find once how the operations of these models are cut.
+CRITIC = {"is_critic": True}
+TWO_RANKS = (
+    ("qwen2", "archon:t2", {"temperature": 0.7, "logprobs_chunk_size": 7}),
+    ("llama", "archon:t2", {}),
+    ("llama", "archon:c2", {}),
+    ("qwen3_moe", "archon:d2", {}),
+    ("qwen3_moe", "archon:t2", {}),
+    ("gemma3", "archon:t2", {}),
+    ("gemma3", "archon:c2", {}),
+    ("qwen3", "archon:d2", CRITIC),
+    ("qwen3", "archon:t2", CRITIC),
+    ("qwen3", "archon:c2", CRITIC),
+)
+TWO_RANKS_OF_PIPELINES = (
+    ("deep", "archon:p2", schedule("Interleaved1F1B")),
+    ("deep", "archon:p2", schedule("InterleavedZeroBubble")),
+    ("deep_untied", "archon:p2", schedule("1F1B")),
+    ("deep_untied", "archon:p2", schedule("ZBVZeroBubble")),
+    ("deep_moe", "archon:p2", schedule("Interleaved1F1B")),
+    ("deep_gemma3", "archon:p2", schedule("1F1B", temperature=0.7)),
+    ("deep", "archon:p2", schedule("Interleaved1F1B", gradient_checkpointing=True)),
+    ("deep", "archon:p2", schedule("1F1B", is_critic=True, init_from_scratch=True)),
+    ("deep", "archon:p2", schedule("ZBVZeroBubble", is_critic=True, init_from_scratch=True)),
+)
+TWO_RANKS_WITH_ADAPTERS = (
+    ("qwen3", "archon:t2", {**LORA, "lora_rank": 3}),
+    ("qwen3", "archon:c2", LORA),
+    ("gemma3", "archon:t2", LORA),
+    ("qwen3", "archon:t2", {**LORA, "is_critic": True}),
+    ("qwen3_moe", "archon:t2", EXPERTS),
+    ("qwen3_moe", "archon:d2", EXPERTS),
+    ("deep_untied", "archon:p2", schedule("Interleaved1F1B", **LORA)),
+    ("deep", "archon:p2", schedule("ZBVZeroBubble", **LORA)),
+    ("deep_moe", "archon:p2", schedule("Interleaved1F1B", **EXPERTS)),
+)
+FOUR_RANKS = (
+    ("qwen3", "archon:d2t2", {}),
+    ("qwen2", "archon:d2c2", {}),
+    ("qwen3_moe", "archon:d2t2", {"num_replicas": 2}),
+    ("qwen3", "archon:c2t2", {}),
+    ("qwen3", "archon:c4", {}),  # more ranks than key-value heads
+    ("qwen3", "archon:d4", {"num_replicas": 2}),
+)
+FOUR_RANKS_OF_PIPELINES = (
+    ("deep", "archon:d2p2", schedule("1F1B")),
+    ("deep", "archon:d2p2", schedule("ZBVZeroBubble", num_replicas=2)),
+    ("deep_untied", "archon:d2p2", schedule("InterleavedZeroBubble")),
+    ("deep", "archon:p2t2", schedule("ZBVZeroBubble")),
+    ("deep", "archon:p2c2", schedule("Interleaved1F1B")),
+    ("deep", "archon:p4", schedule("1F1B")),
+    ("deep_moe", "archon:d2p2e2", schedule("Interleaved1F1B")),
+)
+FOUR_RANKS_WITH_ADAPTERS = (
+    ("qwen3", "archon:d2t2", LORA),
+    ("deep_moe", "archon:d2p2e2", schedule("Interleaved1F1B", **EXPERTS)),
+    ("qwen3_moe", "archon:d4e2", EXPERTS),
+    ("qwen3_moe", "archon:(attn:d2t2|ffn:d2t2)", EXPERTS),
+    ("qwen3_moe", "archon:(attn:d2t2|ffn:t2e2)", EXPERTS),
+)
 
 
 @pytest.mark.slow
-def test_four_ranks_with_adapters(check_parity):
-    check_parity(
-        4,
-        ("qwen3", "archon:d2t2", {**LORA}),
-        ("deep_moe", "archon:d2p2e2", schedule("Interleaved1F1B", **EXPERTS)),
-        ("qwen3_moe", "archon:d4e2", {**EXPERTS}),
-        ("qwen3_moe", "archon:(attn:d2t2|ffn:d2t2)", {**EXPERTS}),
-        ("qwen3_moe", "archon:(attn:d2t2|ffn:t2e2)", {**EXPERTS}),
-    )
+def test_two_ranks_of_other_layouts(check_parity):
+    check_parity(2, *TWO_RANKS, *TWO_RANKS_OF_PIPELINES, *TWO_RANKS_WITH_ADAPTERS)
+
+
+@pytest.mark.slow
+def test_four_ranks(check_parity):
+    check_parity(4, *FOUR_RANKS, *FOUR_RANKS_OF_PIPELINES, *FOUR_RANKS_WITH_ADAPTERS)
