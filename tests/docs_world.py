@@ -7,9 +7,9 @@
 A block with `title="name"` is written to that file. Training is real but small: the `areal` and
 `python` of that folder call `run_program`, which adds overrides (few steps, few short samples) to
 any command that trains from a YAML file. It runs in a process forked from one that has imported
-torch, and so do its servers and workers; launchers, `areal serve` and `python -c` are started from
-nothing. `make` is a dry run: the target must exist. Only these are not run: `git clone`, `pip
-install`, and a block under a comment `not run: REASON`.
+torch, and so do its servers and workers; `python -c` is started from nothing. `make` is a dry run:
+the target must exist. Only these are not run: `git clone`, `pip install`, and a block under a
+comment `not run: REASON`.
 """
 
 from __future__ import annotations
@@ -240,9 +240,8 @@ def _make_programs(folder: Path) -> None:
     # By their whole paths: these programs come first on PATH and must not find themselves.
     python = f'"{sys.executable}"'
     forked = f'exec {python} -I -S "{ROOT}/tests/docs_client.py"'
-    here = f'exec {python} "{__file__}" areal'
     programs = {
-        "areal": f'case "$1" in serve | launch) {here} "$@" ;; *) {forked} areal "$@" ;; esac',
+        "areal": f'{forked} areal "$@"',
         "python": f'case "$1" in *.py) {forked} python "$@" ;; *) exec {python} "$@" ;; esac',
         "make": f'exec "{shutil.which("make")}" --directory "{ROOT}" --dry-run "$@"',
     }
@@ -302,7 +301,3 @@ def _areal(args: list[str]) -> int:
     from areal.cli.main import main
 
     return main(args)
-
-
-if __name__ == "__main__":
-    sys.exit(run_program(sys.argv[1:]))

@@ -77,6 +77,7 @@ def world(tmp_path, monkeypatch, request):
             del sys.modules[name]
 
 
+@pytest.mark.usefixtures("forked_children")  # for servers that a page's Python starts
 @pytest.mark.parametrize("page", stories())
 def test_page_runs(page, world):
     for block in read_blocks(page):
