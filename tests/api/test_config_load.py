@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from areal.api.cli_args import (
     ConfigError,
@@ -14,6 +17,8 @@ from areal.api.cli_args import (
     experiment_class,
     load_expr_config,
 )
+from areal.api.config.loader import _interpolate
+from areal.api.config.source import Source
 
 GRPO = """
 experiment_name: arithmetic
@@ -101,6 +106,49 @@ def test_interpolation_sees_written_keys_defaults_and_whole_sections(grpo: str) 
     assert config.actor.path == "runs/arithmetic"
     assert config.valid_dataset.batch_size == 64
     assert config.seed == 64
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "${a.b.c}",
+        "x/${a.b.c}/${f}",
+        "${a}",  # a section, with references of its own
+        "${a.b}",
+        "${a.g}",  # a list with a reference in it
+        "${a.g.1}",
+        "${d.c}",  # through a reference to a section
+        "${h}",  # of a reference
+        "${a.b.missing}",
+        "${a.b.c.none}",
+        "${missing.c}",
+        "${value}",
+        "${.a}",
+        "${a[b].c}",
+        "${a.${k}.c}",
+        "${oc.select:a.b.none,7}",
+        "\\${a.b.c}",
+    ],
+)
+def test_what_a_reference_finds_is_what_omegaconf_finds_in_the_whole_tree(written: str) -> None:
+    tree = {
+        "value": written,
+        "a": {"b": {"c": 1, "plain": [1, {"x": None}]}, "e": "${f}", "g": [1, "${f}"]},
+        "d": "${a.b}",
+        "f": "0x10",
+        "h": "${d.c}",
+        "k": "b",
+        "plain": {"m": "???", "n": {}, "o": []},
+    }
+    try:
+        expected = OmegaConf.to_container(OmegaConf.create(tree), resolve=True)
+    except OmegaConfBaseException as error:
+        reason = str(error).splitlines()[0]
+        with pytest.raises(ConfigError, match=re.escape(reason)):
+            _interpolate(tree, Source("file.yaml"))
+    else:
+        assert _interpolate(tree, Source("file.yaml")) == expected
+        assert tree["value"] == written, "what was read stays as it was"
 
 
 def test_environment_gives_numbers_and_paths(grpo: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -149,20 +150,68 @@ def _allocated(source: Source, cls: type[Config]) -> Source:
 
 
 def _interpolate(tree: dict[str, Any], source: Source) -> dict[str, Any]:
-    if _is_plain(tree):  # OmegaConf takes longer than all else that is done with a file
+    if _is_plain(tree):
         return copy.deepcopy(tree)
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        found = OmegaConf.to_container(OmegaConf.create(tree), resolve=True)
-        return cast("dict[str, Any]", found)  # a dict stays one
+        found = OmegaConf.to_container(OmegaConf.create(_to_resolve(tree)), resolve=True)
+        return _laid_over(tree, cast("dict[str, Any]", found))  # a dict stays one
     except OmegaConfBaseException as error:
         key = error.full_key or ""
         reason = str(error).strip().splitlines()[0]
         raise source.error(tuple(key.split(".")), f"{key}: {reason}") from None
     except RecursionError:
         raise ConfigError(f"{source.path}: ${{...}} references form a cycle") from None
+
+
+def _to_resolve(tree: dict[str, Any]) -> dict[str, Any]:
+    """The `${...}` of `tree` and what they name: OmegaConf takes longer for a whole tree than all
+    else that is done with a file.
+    """
+    part = _not_plain(tree)
+    texts = str(part)
+    if "${" in _REFERENCE.sub("", texts):
+        return tree  # relative to its place, nested, or a call: it may need anything
+    for name in _REFERENCE.findall(texts):
+        _add(name.split("."), tree, part)
+    return part
+
+
+_REFERENCE = re.compile(r"\$\{([A-Za-z_]\w*(?:\.\w+)*)\}")
+
+
+def _not_plain(tree: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _not_plain(cast("dict[str, Any]", value)) if isinstance(value, dict) else value
+        for key, value in tree.items()
+        if not _is_plain(value)
+    }
+
+
+def _add(key: list[str], tree: dict[str, Any], part: dict[str, Any]) -> None:
+    """Add the value of `key`, or as much of the way to it as there is, to `part` of `tree`."""
+    for name in key[:-1]:
+        if not isinstance(tree.get(name), dict):
+            break
+        tree, part = tree[name], part.setdefault(name, {})
+    else:
+        name = key[-1]
+    if name in tree:
+        part[name] = tree[name]
+
+
+def _laid_over(tree: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
+    """`tree` with the values of `part`, a copy."""
+    both: dict[str, Any] = {}
+    for key, value in tree.items():
+        found: Any = part.get(key, value)
+        if isinstance(value, dict) and isinstance(found, dict):
+            both[key] = _laid_over(cast("dict[str, Any]", value), cast("dict[str, Any]", found))
+        else:
+            both[key] = copy.deepcopy(found)
+    return both
 
 
 def _is_plain(value: Any) -> bool:
