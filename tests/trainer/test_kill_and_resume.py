@@ -20,6 +20,8 @@ from areal.cli.demo import recipe_path
 from areal.rollout.ledger import Ledger
 from areal.run.database import RunDatabase
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 STEPS, BATCH = 24, 8
 TESTS = Path(__file__).resolve().parents[1]
 
