@@ -30,10 +30,12 @@ from areal.weight_sync.transports import PublicationRoot
 TOKEN = "token-of-this-run"
 WAIT_S = 900
 LONG = {"max_position_embeddings": 2048}
+# One is killed: test_forked_children.py has how it ends then.
+pytestmark = pytest.mark.usefixtures("forked_children")
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory):
+def servers(tmp_path_factory, forked_children):
     """(process, address) of three: one is killed, one stays, one comes later."""
     model = write_tiny_model(tmp_path_factory.mktemp("model"), **LONG)
 
