@@ -19,6 +19,7 @@ from areal.engine.train.export import send_weights
 from areal.weight_sync.transports import PublicationRoot
 
 TOKEN = "token-of-this-run"
+pytestmark = pytest.mark.usefixtures("forked_children")
 
 
 class Launches:

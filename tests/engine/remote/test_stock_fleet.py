@@ -20,6 +20,7 @@ from areal.engine.remote.sglang import SGLangProtocol, launch_sglang_server
 from areal.weight_sync.transports import PublicationRoot
 
 TOKEN = "token-of-this-run"
+pytestmark = pytest.mark.usefixtures("forked_children")
 
 
 @pytest.fixture
