@@ -99,11 +99,16 @@ class _File(Command):
     _kind = "file"
 
 
-def python_file(file: str | Path, *arguments: str | Path) -> Ended:
+def python_file(
+    file: str | Path,
+    *arguments: str | Path,
+    cwd: Path | None = None,
+    env: dict[str, str] | None = None,
+) -> Ended:
     """As `python file arguments...` would, but for the time its imports take."""
     with tempfile.TemporaryDirectory(prefix="areal-file-") as logs:
         words = [str(word) for word in (file, *arguments)]
-        return _File(words, cwd=Path.cwd(), logs=Path(logs), env={}).wait()
+        return _File(words, cwd=cwd or Path.cwd(), logs=Path(logs), env=env or {}).wait()
 
 
 def python_m(*argv: str, cwd: Path, timeout_s: float = 900) -> Ended:

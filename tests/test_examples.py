@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_process import Program
+from cli_process import Program, python_file
 from metrics_page import undocumented
 from sandbox_support import needs_sandbox
 from tiny import write_tiny_model
@@ -253,15 +253,9 @@ def test_the_documented_command_trains(tiny_folder, tmp_path):
     recipe = EXAMPLES / "math" / "gsm8k_grpo.yaml"
     small = small_overrides(load_config([str(recipe)]), tiny_folder, tmp_path)
     command = ["examples/math/gsm8k_rl.py", "--config", "examples/math/gsm8k_grpo.yaml"]
-    done = subprocess.run(
-        [sys.executable, *command, "scheduler.type=local", *small],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stderr
+    path = f"{ROOT}:{ROOT / 'tests'}"
+    done = python_file(*command, "scheduler.type=local", *small, cwd=ROOT, env={"PYTHONPATH": path})
+    assert done.code == 0, done.err
     assert_trained(load_config([str(recipe), *small]))
 
 

@@ -5,7 +5,6 @@ python examples/countdown/train_countdown.py examples/countdown/countdown_grpo.y
 
 import sys
 
-from areal import PPOTrainer
 from areal.api.cli_args import GRPOConfig, load_expr_config
 from areal.dataset import get_custom_dataset
 from areal.reward.countdown import countdown_reward_fn
@@ -24,6 +23,8 @@ def not_solved_by_all(trajectory) -> bool:
 
 
 def main(argv: list[str]) -> None:
+    from areal import PPOTrainer  # here, so that processes that score do not import torch
+
     config, _ = load_expr_config(argv, GRPOConfig)
     tokenizer = load_hf_tokenizer(config.tokenizer_path)
     train = get_custom_dataset("train", config.train_dataset, tokenizer)

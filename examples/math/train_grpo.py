@@ -5,7 +5,6 @@ python examples/math/train_grpo.py examples/math/arithmetic_grpo.yaml total_trai
 
 import sys
 
-from areal import PPOTrainer
 from areal.api.cli_args import GRPOConfig, load_expr_config
 from areal.dataset import get_custom_dataset
 from areal.utils.tokenizer import load_hf_tokenizer
@@ -18,6 +17,8 @@ def shorter_is_better(prompt, completions, prompt_ids, completion_ids, answer, *
 
 
 def main(argv: list[str]) -> None:
+    from areal import PPOTrainer  # here, so that processes that score do not import torch
+
     config, _ = load_expr_config(argv, GRPOConfig)
     tokenizer = load_hf_tokenizer(config.tokenizer_path)
     train = get_custom_dataset("train", config.train_dataset, tokenizer)

@@ -5,7 +5,6 @@ python examples/multi_turn_math/train_multi_turn.py examples/multi_turn_math/ari
 
 import sys
 
-from areal import PPOTrainer
 from areal.api.cli_args import GRPOConfig, load_expr_config
 from areal.dataset import get_custom_dataset
 from areal.reward.answer_text import last_number
@@ -21,6 +20,8 @@ def closeness(prompt, completions, prompt_ids, completion_ids, answer, **data) -
 
 
 def main(argv: list[str]) -> None:
+    from areal import PPOTrainer  # here, so that processes that score do not import torch
+
     config, _ = load_expr_config(argv, GRPOConfig)
     tokenizer = load_hf_tokenizer(config.tokenizer_path)
     train = get_custom_dataset("train", config.train_dataset, tokenizer)
