@@ -47,7 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of the model")
     parser.add_argument("--seed", type=int, default=0, help="seed of requests without one")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16", "fp8"])
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1 ...")
+    parser.add_argument(
+        "--device", default="cpu", help="cpu, cuda, cuda:1 ..., or best: a GPU if there is one"
+    )
     parser.add_argument(
         "--batch-invariant",
         action="store_true",
@@ -163,10 +165,12 @@ def _engine(args: argparse.Namespace, folder: Path) -> Iterator[NativeEngine]:
     from areal.engine.native.engine import NativeEngine
     from areal.engine.native.tensor_parallel import leading_engine
     from areal.models.hf_io import dtype_named
+    from areal.utils.device import best_device
 
-    _check_device(args.device)
+    device = best_device() if args.device == "best" else args.device
+    _check_device(device)
     options = {
-        "device": args.device,
+        "device": device,
         "page_size": args.page_size,
         "num_pages": args.num_pages,
         "max_running": args.max_running,

@@ -113,7 +113,7 @@ def _host_and_port(text: str) -> str:
 
 
 def _serve(args: argparse.Namespace, folder: Path) -> int:
-    from areal.engine.remote.native import launch_native_server
+    from areal.engine.remote.native_process import launch_native_server
     from areal.run.mailbox import RunSilentError, ask, read_state
 
     if args.threads < 1:
