@@ -13,7 +13,7 @@ import pytest
 def ray_cluster() -> Iterator:
     """A cluster without machines yet, that of no one else: `add_node(num_cpus=2, num_gpus=0)`.
 
-    Without Ray's autoscaler and its reader of logs, which no test asks for anything.
+    Without Ray's dashboard, autoscaler and reader of logs, which no test asks for anything.
     """
     pytest.importorskip("ray", reason="scheduler.type=ray needs the extra `ray`")
     from ray.cluster_utils import Cluster
@@ -26,7 +26,7 @@ def ray_cluster() -> Iterator:
         patch.setenv("RAY_ADDRESS", "")  # put back afterwards: `areal launch ray` sets it
         patch.delenv("RAY_ADDRESS")
         cluster = Cluster()
-        quiet = {"no_monitor": True, "include_log_monitor": False}
+        quiet = {"include_dashboard": False, "no_monitor": True, "include_log_monitor": False}
         cluster.add_node = partial(cluster.add_node, **quiet)
         try:
             yield cluster
