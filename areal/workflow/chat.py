@@ -45,12 +45,17 @@ def messages_of(data: dict[str, Any]) -> Any:
 
 def has_images(row: Mapping[str, Any]) -> bool:
     """Whether a row has images: in `images`, in its chat, or as a picture in `image`."""
-    if row.get("images") or _is_picture(row.get("image")):
+    if row.get("images") or ("image" in row and _is_picture(row["image"])):
         return True
-    chat = row.get("messages")
-    contents = [m.get("content") for m in chat if isinstance(m, Mapping)] if chat else []
-    parts = [part for content in contents if isinstance(content, list) for part in content]
-    return any(isinstance(part, Mapping) and "image" in str(part.get("type")) for part in parts)
+    for message in row.get("messages") or ():
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if isinstance(content, list) and any(map(_is_image_part, content)):
+            return True
+    return False
+
+
+def _is_image_part(part: Any) -> bool:
+    return isinstance(part, Mapping) and "image" in str(part.get("type"))
 
 
 def _is_picture(value: Any) -> bool:
