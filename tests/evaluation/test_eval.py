@@ -15,6 +15,7 @@ import pytest
 import torch
 from aiohttp import web
 from cli_process import Program
+from forked_children import fork_children
 from tiny_run import grpo_config, query, wait_until
 
 from areal.cli.demo import make_model
@@ -232,7 +233,10 @@ def test_a_pair_is_compared_by_problem(model, run, tmp_path, capsys):
 def server(model):
     from areal.engine.remote.native import launch_native_server
 
-    child, address = launch_native_server(model, token="secret", num_pages=800, setup_timeout_s=60)
+    with fork_children():
+        child, address = launch_native_server(
+            model, token="secret", num_pages=800, setup_timeout_s=60
+        )
     yield address
     child.terminate()
 
