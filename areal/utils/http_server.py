@@ -50,6 +50,7 @@ _MAX_BODY = 256 << 20  # bytes: hundreds of prompts of the longest context
 # while it sends may take the answer with it.
 _MAX_UNREAD = 32 << 20
 _MAX_FILES = 1 << 20  # if the limit of file descriptors is "none"
+_BACKLOG = 2048  # connections that wait to be accepted
 _KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that clients close them
 _SHUTDOWN_S = 1  # for streams open at shutdown
 _SWEEP_S = 1.0
@@ -139,6 +140,9 @@ def server_config(
         # uvicorn warns of malformed requests: any client could fill a disk with them.
         log_level="error",
         access_log=False,
+        # asyncio accepts so many before any is looked at and may be closed. With no descriptor left
+        # it fails for the rest of them, and logs each failure: so they are few of the reserve.
+        backlog=min(_BACKLOG, _num_files() // 32),
         lifespan="off",
         ws="none",
         timeout_keep_alive=keep_alive_s,
@@ -155,10 +159,16 @@ def serve(app: FastAPI, listener: socket.socket, *, on_ready: Callable[[], objec
         while not (server.started or task.done()):
             await asyncio.sleep(0.005)
         if server.started:
+            listener.listen(_BACKLOG)  # the kernel's own queue costs no descriptors
             on_ready()
         await task
 
     asyncio.run(run())
+
+
+def _num_files() -> int:
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return _MAX_FILES if files == resource.RLIM_INFINITY else files
 
 
 class _Guard:
@@ -166,8 +176,7 @@ class _Guard:
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
-        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        self._max_all = (_MAX_FILES if files == resource.RLIM_INFINITY else files) * 3 // 4
+        self._max_all = _num_files() * 3 // 4
         self._max_strangers = limits.max_strangers or self._max_all // 2
         self._all: dict[_Connection, None] = {}  # oldest first
         self._strangers: dict[_Connection, None] = {}  # likewise

@@ -65,6 +65,7 @@ def served(limits=QUICK, keep_alive_s=60):
     thread.start()
     while not server.started:
         time.sleep(0.01)
+    listener.listen(1024)
     try:
         yield listener.getsockname()
     finally:
@@ -203,8 +204,8 @@ def test_a_server_raises_its_file_limit():
     assert done.stdout.strip() == "(4096, 4096)", done.stderr
 
 
-def test_connections_leave_files_to_others():
-    """With few descriptors, a flood of strangers leaves the process some to open."""
+def test_connections_leave_files_to_others(tmp_path):
+    """With few descriptors, a flood of strangers leaves the process some to open, and no log."""
     code = f"""
 import resource, socket, sys, threading, time
 resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
@@ -216,9 +217,10 @@ with served(ConnectionLimits()) as address:
     files = [open("/dev/null") for _ in range(20)]
     print("opened", flush=True)
 """
-    child = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    log = tmp_path / "log"
+    with log.open("w") as errors:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
+        child = subprocess.Popen([sys.executable, "-c", code], text=True, **pipes)
     try:
         address = ("127.0.0.1", int(child.stdout.readline()))
         with contextlib.ExitStack() as stack:
@@ -232,3 +234,4 @@ with served(ConnectionLimits()) as address:
         child.stdin.close()
         child.wait(300)
         child.stdout.close()
+    assert "Too many open files" not in log.read_text()
