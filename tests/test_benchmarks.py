@@ -8,11 +8,19 @@ from pathlib import Path
 
 import pytest
 from cli_process import python_file
+from forked_children import fork_children
 
 from areal.cli.demo import make_model
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmark"
 KEYS = {"rows", "machine", "date", "commit"}
+
+
+@pytest.fixture
+def forked():
+    """Not for what is measured of the memory of servers: their processes are small clients."""
+    with fork_children():
+        yield
 
 
 def run(script: str, *arguments: str | Path) -> None:
@@ -21,6 +29,7 @@ def run(script: str, *arguments: str | Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_async_speedup_compares_both_arms(tmp_path):
     make_model(tmp_path / "model")
     report = tmp_path / "report.json"
@@ -34,6 +43,7 @@ def test_async_speedup_compares_both_arms(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_smollm2_reports_accuracy_and_draws_it_again(tmp_path):
     make_model(tmp_path / "model")
     report, plot = tmp_path / "report.json", tmp_path / "plot.png"
@@ -52,6 +62,7 @@ def test_smollm2_reports_accuracy_and_draws_it_again(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_algorithms_keeps_what_is_done_and_draws_it_again(tmp_path):
     report, plot = tmp_path / "report.json", tmp_path / "plot.png"
     small = ("--steps", "1", "--only", "grpo", "--staleness", "2", "--cpu")
@@ -79,6 +90,7 @@ def test_algorithms_keeps_what_is_done_and_draws_it_again(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_recipe_curves_draws_what_a_recipe_follows(tmp_path):
     make_model(tmp_path / "demo" / "arithmetic" / "sft" / "model")
     report, curves = tmp_path / "report.json", tmp_path / "curves"
@@ -139,6 +151,7 @@ def test_rl_single_gpu_reports_both_halves_and_the_loop(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_controller_reports_what_it_carries_with_and_without_workers(tmp_path):
     report = tmp_path / "report.json"
     small = ("--scale", "0.05", "--seconds", "2", "--repeats", "1", "--workers", "0", "1")
@@ -165,6 +178,7 @@ def test_ledger_reports_how_a_step_grows_with_the_run(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_chaos_survives_its_faults_and_keeps_what_is_done(tmp_path):
     """Tests of the trainer have kills of the other kinds."""
     report = tmp_path / "report.json"
@@ -193,6 +207,7 @@ def test_memory_reports_the_growth_of_both_processes(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_weight_sync_reports_every_transport(tmp_path):
     report = tmp_path / "report.json"
     run("weight_sync.py", "--tiny", "--repeats", "1", "--json", report)
