@@ -142,7 +142,7 @@ def server_config(
         access_log=False,
         # asyncio accepts so many before any is looked at and may be closed. With no descriptor left
         # it fails for the rest of them, and logs each failure: so they are few of the reserve.
-        backlog=min(_BACKLOG, _num_files() // 32),
+        backlog=max(1, min(_BACKLOG, _num_files() // 32)),
         lifespan="off",
         ws="none",
         timeout_keep_alive=keep_alive_s,
