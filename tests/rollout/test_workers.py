@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked_children import fork_children
 from placed_world import DeadlyEngine, Echo, QuietEngine
 from rollout_world import World, open_world
 
@@ -25,6 +26,13 @@ from areal.rollout.workers import RolloutWorkers
 from areal.utils import stats_tracker
 
 ECHO = "placed_world.Echo"
+
+
+@pytest.fixture
+def forked() -> Iterator[None]:
+    """For tests whose workers are ready before any is killed."""
+    with fork_children():
+        yield
 
 
 @contextmanager
@@ -87,6 +95,7 @@ def wait_for_two(workers: RolloutWorkers, replaced: int) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.usefixtures("forked")
 def test_the_same_groups_and_statistics_as_in_the_controller(tmp_path):
     """And each worker has a log, and none is left at the end."""
     rows = [{"i": i} for i in range(6)]
@@ -117,6 +126,7 @@ def test_the_same_groups_and_statistics_as_in_the_controller(tmp_path):
     assert "".join(log.read_text() for log in logs) == "printed by a workflow\n"
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_killed_worker_is_replaced_and_its_groups_run_elsewhere(tmp_path):
     with (
         open_world(tmp_path, batch_size=8, max_staleness=3) as world,
@@ -179,6 +189,7 @@ def test_a_worker_killed_before_it_is_ready_is_started_again_within_the_bound(tm
     assert len(list(tmp_path.glob("killed*"))) == 1 + 2
 
 
+@pytest.mark.usefixtures("forked")
 def test_what_always_kills_its_worker_fails_within_the_bound(tmp_path):
     limits = {"max_failure_ratio": 1.0, "max_retries": 1}
     with (
