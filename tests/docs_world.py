@@ -38,17 +38,17 @@ ROOT = Path(__file__).resolve().parents[1]
 CHECK_ONLY = "AREAL_DOCS_CHECK_ONLY"  # set: `areal train` becomes `areal check`
 GRPO = "examples/math/arithmetic_grpo.yaml"
 LEARNS = (  # by test_recipes_learn.py, from the warm start: page, how a command begins, steps
-    ("quickstart.md", f"{GRPO} actor.optimizer.lr=5e-4", 24),
+    ("quickstart.md", f"{GRPO} actor.optimizer.lr=5e-4", 16),
     ("quickstart.md", f"{GRPO} reward_fn=my_rewards.exact_reward_fn", 10),
     ("howto/reward.md", f"{GRPO} reward_fn=my_rewards.close_reward_fn", 10),
     ("howto/workflow.md", f"{GRPO} workflow=second_chance.SecondChance", 14),
     ("howto/agent.md", f"{GRPO} workflow=counting_agent.CountingAgent", 8),
     ("howto/algorithm.md", f"{GRPO} actor.eps_clip_higher=null", 24),
-    ("howto/dataset.md", "tens.yaml", 60),
+    ("howto/dataset.md", "tens.yaml", 48),
     ("algorithms/ppo.md", "examples/multi_turn_math/arithmetic_ppo.yaml", 12),
-    ("algorithms/preference.md", "examples/alignment/arithmetic_rw.yaml", 60),
-    ("algorithms/preference.md", "examples/alignment/arithmetic_dpo.yaml", 40),
-    ("algorithms/preference.md", "examples/alignment/arithmetic_ipo.yaml", 40),
+    ("algorithms/preference.md", "examples/alignment/arithmetic_rw.yaml", 48),
+    ("algorithms/preference.md", "examples/alignment/arithmetic_dpo.yaml", 20),
+    ("algorithms/preference.md", "examples/alignment/arithmetic_ipo.yaml", 20),
 )
 FENCE = re.compile(r"^```(\w*)[^\S\n]*(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NOT_RUN = re.compile(r"<!-- not run: (.+?) -->\s*\Z")

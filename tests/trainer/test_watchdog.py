@@ -90,7 +90,8 @@ def test_a_reward_that_never_returns(tmp_path):
 @pytest.mark.slow
 def test_a_call_that_holds_the_interpreter(tmp_path):
     """No thread of the run could say so: it is seen, named and ended from outside."""
-    run = supervised(tmp_path, MOVES_FIRST, "dynamic_filter_fn=broken_parts.endless_filter")
+    seconds = "watchdog.seconds=12"  # they cost a core
+    run = supervised(tmp_path, seconds, "dynamic_filter_fn=broken_parts.endless_filter")
     try:
         err = run.communicate(timeout=900)[1]
     finally:
