@@ -60,7 +60,7 @@ class LatentTiles:
 def head_tiles(num_heads: int) -> tuple[int, int]:
     """How many programs share the heads of a row, and the most heads of one, a power of two."""
     heads = min(_MAX_HEADS, int(triton.next_power_of_2(num_heads)))
-    return triton.cdiv(num_heads, heads), heads
+    return -(-num_heads // heads), heads
 
 
 def latent_workspace(
@@ -328,7 +328,7 @@ def _prefill_latents_kernel(
     first_position = tl.load(first_positions + chunk)
     end = first_position + tl.minimum(begin + TILE_ROWS, num_rows)
     place_M = (first_row + row_M).to(tl.int64) * N + head_M
-    _, sum_M, acc_ML = _attend_latents(
+    _, sum_M, acc_ML = _attend_latents(  # pyright: ignore[reportGeneralTypeIssues]  # inlined
         q, latents, page_table + chunk * table_stride,
         place_M, real_M, first_position + row_M,
         0, end, scale_log2e,

@@ -67,7 +67,7 @@ class RouterOptions:
         """Of a kernel that chooses."""
         return {
             "TOP_K": self.top_k,
-            "BLOCK_K": triton.next_power_of_2(self.top_k),
+            "BLOCK_K": int(triton.next_power_of_2(self.top_k)),
             "NORM_TOPK": self.norm_topk_prob,
             "GROUP_SIZE": self.num_experts // self.num_groups,
             "TOP_GROUPS": self.top_groups if self.num_groups > 1 else 0,
