@@ -29,7 +29,7 @@ from areal.api.scheduler_api import (
 
 _NAME = "hosted"
 _MARGIN_S = 60.0  # beyond the start's own deadline, whose error is more specific
-_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "AREAL_RENDEZVOUS")
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "AREAL_RENDEZVOUS", "AREAL_RENDEZVOUS_FD")
 
 
 class HostedObject:

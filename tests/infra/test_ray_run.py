@@ -121,3 +121,31 @@ _RayWorker(os.getcwd(), "actor/0")
 os.kill(os.getpid(), signal.SIGUSR1)
 print("alive", flush=True)
 """
+
+
+def test_the_port_where_ranks_meet_is_held_until_they_do(tmp_path):
+    """Also without Ray: another program that opens ports cannot get it in between."""
+    subprocess.run([sys.executable, "-c", FIRST_RANK], cwd=tmp_path, check=True, timeout=900)
+
+
+FIRST_RANK = """
+import os, socket
+from urllib.parse import urlsplit
+from areal.infra.scheduler.ray import _RayWorker
+worker = _RayWorker(os.getcwd(), "actor/0")
+meeting = worker.listen()
+assert worker.listen() == meeting, "of a second role"
+place = urlsplit(meeting)
+try:
+    socket.socket().bind((place.hostname, place.port))
+except OSError:
+    worker.meet_at(meeting)
+else:
+    raise AssertionError("it is free")
+os.environ.update(RANK="0", WORLD_SIZE="1")
+from areal.engine.train.process_group import join_ranks
+join_ranks()
+import torch.distributed as dist
+assert dist.get_world_size() == 1
+dist.destroy_process_group()
+"""

@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from areal.utils.device import best_device
 
 T = TypeVar("T")
 
 _RENDEZVOUS = "AREAL_RENDEZVOUS"  # a URL of torch.distributed
+_LISTENER = "AREAL_RENDEZVOUS_FD"  # of rank 0: the socket that listens at a tcp:// rendezvous
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -27,9 +30,8 @@ def join_ranks() -> torch.device:
     backend = _backend(device)
     if not dist.is_initialized() and _RENDEZVOUS in os.environ:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        dist.init_process_group(
-            backend, init_method=os.environ[_RENDEZVOUS], rank=rank, world_size=world_size
-        )
+        meeting = _meeting(os.environ[_RENDEZVOUS], world_size)
+        dist.init_process_group(backend, rank=rank, world_size=world_size, **meeting)
     if not dist.is_initialized():
         missing = [name for name in _VARIABLES if name not in os.environ]
         if missing:
@@ -39,6 +41,25 @@ def join_ranks() -> torch.device:
             )
         dist.init_process_group(backend)
     return device
+
+
+def _meeting(url: str, world_size: int) -> dict[str, Any]:
+    """Where the ranks meet, as arguments of `init_process_group`."""
+    place = urlsplit(url)
+    if place.scheme != "tcp":
+        return {"init_method": url}
+    # Of the URL alone torch would open the port here, and another program may have taken it by now.
+    listener = os.environ.pop(_LISTENER, None)
+    store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]  # documented there
+        cast(str, place.hostname),
+        cast(int, place.port),
+        world_size,
+        is_master=listener is not None,
+        timeout=default_pg_timeout,
+        wait_for_workers=False,
+        master_listen_fd=None if listener is None else int(listener),
+    )
+    return {"store": store}
 
 
 def join_alone(device: torch.device) -> None:

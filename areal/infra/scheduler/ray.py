@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -35,7 +36,6 @@ from areal.infra.scheduler.role_table import RoleTable
 from areal.infra.worker import Answer, EngineHost
 from areal.sandbox.process import RUN_FOLDER
 from areal.utils import logging, perf_tracer, stacks
-from areal.utils.addresses import free_port
 from areal.utils.fs import open_private, private_folder
 from areal.utils.perf_tracer import FOLDER_VARIABLE
 
@@ -80,9 +80,8 @@ class RayScheduler(Scheduler):
     def get_workers(self, role: str, timeout: float) -> list[Worker]:
         actors = self._actors.of(role)
         try:
-            addresses = ray.get([actor.address.remote() for actor in actors], timeout=timeout)
-            host, port = addresses[0]
-            meeting = f"tcp://{host}:{port}"
+            ips = ray.get([actor.ip.remote() for actor in actors], timeout=timeout)
+            meeting = ray.get(actors[0].listen.remote(), timeout=timeout)
             ray.get([actor.meet_at.remote(meeting) for actor in actors], timeout=timeout)
         except GetTimeoutError:
             free = ray.available_resources()
@@ -91,7 +90,7 @@ class RayScheduler(Scheduler):
             ) from None
         except _LOST as error:
             raise WorkerFailedError(role, str(error)) from error
-        return [Worker(f"{role}/{i}", ip) for i, (ip, _) in enumerate(addresses)]
+        return [Worker(f"{role}/{i}", ip) for i, ip in enumerate(ips)]
 
     def replace_worker(self, worker_id: str, timeout: float) -> Worker:
         ray.kill(self._actors.find(worker_id))  # it may be unreachable and still alive
@@ -111,8 +110,7 @@ class RayScheduler(Scheduler):
             raise WorkerTimeoutError(worker_id, "no machine of the Ray cluster has room for it")
         actor = _start(self._groups[role], self._jobs[role], int(index))
         self._actors.put(worker_id, actor)
-        ip, _ = _wait(actor.address.remote(), worker_id, timeout)
-        return Worker(worker_id, ip)
+        return Worker(worker_id, _wait(actor.ip.remote(), worker_id, timeout))
 
     def delete_workers(self, role: str | None = None) -> None:
         """A colocated role is only removed; its actors end with their owner role."""
@@ -167,15 +165,23 @@ class _RayWorker:
         stacks.listen()  # before anything can hang; without it SIGUSR1 would end this process
         perf_tracer.start_below(name)
         self._host = EngineHost()
+        self._meeting = ""  # a URL, once this worker listens there
         os.chdir(folder)  # so that relative paths resolve as in the controller
 
     def exchange(self, action: Literal["create", "call"], *order: Any) -> Answer:
         return getattr(self._host, action)(*order)
 
-    def address(self) -> tuple[str, int]:
-        """(IP of this machine, a free port)."""
-        ip = ray.util.get_node_ip_address()
-        return ip, free_port(ip)
+    def ip(self) -> str:
+        return ray.util.get_node_ip_address()
+
+    def listen(self) -> str:
+        """Where ranks meet this one, the first: at a port that is its own from here on."""
+        if not self._meeting:
+            listener = socket.create_server((self.ip(), 0))
+            host, port = listener.getsockname()
+            self._meeting = f"tcp://{host}:{port}"
+            os.environ["AREAL_RENDEZVOUS_FD"] = str(listener.detach())
+        return self._meeting
 
     def meet_at(self, rendezvous: str) -> None:
         os.environ.setdefault("AREAL_RENDEZVOUS", rendezvous)  # colocated roles keep the first one
