@@ -22,7 +22,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 MARKDOWN := $(wildcard *.md docs examples benchmark docker .github)
-SUITE := $(BIN)/python -m pytest -n 3 --dist worksteal --durations 60
+SUITE := $(BIN)/python -m pytest --dist worksteal --durations 60
 # What has a target, an environment or a machine of its own.
 ELSEWHERE := not gpu and not multi_gpu and not real_agents and not real_browser and not evaluators
 
@@ -35,11 +35,12 @@ demo: $(VENV)/.installed
 # Compiled once, not by each of the suite's processes where PYTHONDONTWRITEBYTECODE is set.
 test: lint docs
 	$(BIN)/python -m compileall -q areal
-	$(SUITE) -m "not slow and $(ELSEWHERE)"
+	$(SUITE) -n 3 -m "not slow and $(ELSEWHERE)"
 
+# One process more than above: these tests wait more.
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/python -m compileall -q areal
-	$(SUITE) -m "slow and $(ELSEWHERE)"
+	$(SUITE) -n 4 -m "slow and $(ELSEWHERE)"
 
 # One thread: the clients need the other core.
 test-agents: $(VENV)/.installed-dev .venv-agents/.installed

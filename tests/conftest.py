@@ -1,7 +1,7 @@
 """What every test process shares: one torch thread, hypothesis examples that repeat, and a
 collection that leaves little to do.
 
-Tests run two at a time on small machines. One torch thread per process keeps them from fighting
+Tests run several at a time on small machines. One torch thread per process keeps them from fighting
 for the cores, and makes CPU results a function of the inputs alone.
 """
 
