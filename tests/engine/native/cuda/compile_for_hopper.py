@@ -196,7 +196,7 @@ def main() -> None:
         if name == "gemma3":  # with an image, whose tokens see all of it
             last = np.full(20, 19)
             program.prefill([Chunk([1] * 20, 0, list(range(1, 8)), last_visible=last)])
-        # Few rows and many have kernels of their own, which a model of some files shares with others.
+        # Few rows and many have kernels of their own, which models of some files share with others.
         for num_rows in (1, 64) if name in FILES else (1, 4, 64, 96):
             slots = torch.zeros(num_rows, dtype=torch.int32)
             program.begin()
