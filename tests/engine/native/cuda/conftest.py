@@ -7,6 +7,7 @@ FP8 lose the carry of a rounding into the exponent, so torch converts in its pla
 from __future__ import annotations
 
 import functools
+import os
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,8 @@ import torch
 
 
 def _interpret_kernels() -> None:
-    # tests/conftest.py has set TRITON_INTERPRET.
+    # tests/conftest.py does so too, but after this where pytest was given a file of this folder.
+    os.environ["TRITON_INTERPRET"] = "1"
     from triton.runtime import interpreter
 
     _skip_repeated_work(interpreter)
