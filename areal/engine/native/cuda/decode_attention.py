@@ -275,11 +275,7 @@ def _decode_kernel(
     await_previous(OVERLAP)
     used = 1
     if NUM_SPLITS > 1:
-        own = length - begin
-        most = tl.minimum(NUM_SPLITS, tl.maximum(CHUNK, tl.cdiv(own, LONG_SPLIT)))
-        used = tl.minimum(most, tl.cdiv(own, min_split))
-        span = tl.cdiv(tl.cdiv(own, used), TILE) * TILE
-        used = tl.cdiv(own, span)
+        used, span = cut_row(length - begin, min_split, NUM_SPLITS, CHUNK, TILE, LONG_SPLIT)  # pyright: ignore[reportGeneralTypeIssues]  # inlined
         if split >= used:
             return
         begin += split * span
@@ -325,6 +321,18 @@ def _decode_kernel(
             arrived, row * tl.num_programs(0) + kv_head, split, used, GROUP,
             GROUP, HEAD_DIM, PADDED, NUM_SPLITS, HEADS, CHUNK,
         )  # fmt: skip
+
+
+@triton.jit
+def cut_row(
+    num_tokens, min_split,
+    NUM_SPLITS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, LONG_SPLIT: tl.constexpr,
+):  # fmt: skip
+    """(splits of a row, tokens of each but the last)"""
+    most = tl.minimum(NUM_SPLITS, tl.maximum(CHUNK, tl.cdiv(num_tokens, LONG_SPLIT)))
+    used = tl.minimum(most, tl.cdiv(num_tokens, min_split))
+    span = tl.cdiv(tl.cdiv(num_tokens, used), TILE) * TILE
+    return tl.cdiv(num_tokens, span), span
 
 
 @triton.jit

@@ -35,7 +35,7 @@ import triton.language as tl
 
 from areal.engine.native.cuda.attention_tiles import load_heads, padded, scale_log2e, weigh
 from areal.engine.native.cuda.block_kernels import Norm, load_norm, rounded
-from areal.engine.native.cuda.decode_attention import LONG_SPLIT, Workspace, end_split
+from areal.engine.native.cuda.decode_attention import LONG_SPLIT, Workspace, cut_row, end_split
 from areal.engine.native.cuda.device import OVERLAP, Device, await_previous, device_of, overlapping
 
 _MAX_HEADS = 32  # of a program: more sums would not fit into the registers of 8 warps
@@ -235,10 +235,7 @@ def _decode_latents_kernel(
     await_previous(OVERLAP)
     begin, end, used = 0, length, 1
     if NUM_SPLITS > 1:
-        most = tl.minimum(NUM_SPLITS, tl.maximum(CHUNK, tl.cdiv(length, LONG_SPLIT)))
-        used = tl.minimum(most, tl.cdiv(length, min_split))
-        span = tl.cdiv(tl.cdiv(length, used), TILE) * TILE
-        used = tl.cdiv(length, span)
+        used, span = cut_row(length, min_split, NUM_SPLITS, CHUNK, TILE, LONG_SPLIT)  # pyright: ignore[reportGeneralTypeIssues]  # inlined
         if split >= used:
             return
         begin = split * span
