@@ -90,7 +90,7 @@ def test_a_reward_that_never_returns(tmp_path):
 @pytest.mark.slow
 def test_a_call_that_holds_the_interpreter(tmp_path):
     """No thread of the run could say so: it is seen, named and ended from outside."""
-    seconds = "watchdog.seconds=12"  # they cost a core
+    seconds = "watchdog.seconds=12"  # in which the filter keeps a core busy
     run = supervised(tmp_path, seconds, "dynamic_filter_fn=broken_parts.endless_filter")
     try:
         err = run.communicate(timeout=900)[1]

@@ -166,6 +166,9 @@ def _interpolate(tree: dict[str, Any], source: Source) -> dict[str, Any]:
         raise ConfigError(f"{source.path}: ${{...}} references form a cycle") from None
 
 
+_REFERENCE = re.compile(r"\$\{([A-Za-z_]\w*(?:\.\w+)*)\}")
+
+
 def _to_resolve(tree: dict[str, Any]) -> dict[str, Any]:
     """The `${...}` of `tree` and what they name: OmegaConf takes longer for a whole tree than all
     else that is done with a file.
@@ -177,9 +180,6 @@ def _to_resolve(tree: dict[str, Any]) -> dict[str, Any]:
     for name in _REFERENCE.findall(texts):
         _add(name.split("."), tree, part)
     return part
-
-
-_REFERENCE = re.compile(r"\$\{([A-Za-z_]\w*(?:\.\w+)*)\}")
 
 
 def _not_plain(tree: dict[str, Any]) -> dict[str, Any]:
