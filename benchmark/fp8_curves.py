@@ -2,14 +2,15 @@
 
     areal demo --out runs/demo
     python benchmark/fp8_curves.py --model runs/demo/arithmetic/sft/model --json FILE --plot PNG
-    python benchmark/fp8_curves.py --recipe examples/smollm2/grpo.yaml --model FOLDER --json FILE
+    python benchmark/fp8_curves.py --recipe examples/smollm2/grpo.yaml --model FOLDER --json FILE \
+        [KEY=VALUE ...]
     python benchmark/fp8_curves.py --results FILE --plot PNG
 
 Each run is `areal train` of the recipe in a process of its own, all of them at once: the same
-model, data and steps, in the trainer's default precision (`plain`: bfloat16 on a GPU, float32 on a
-CPU) and with archon.fp8_config.mode blockwise (`fp8`). Servers do not differ. The band is what the
-seeds of `plain` span at an evaluation; `inside` is the share of evaluations where the mean of `fp8`
-lies within it or above. The last form draws what was measured.
+model, data, steps and keys, in the trainer's default precision (`plain`: bfloat16 on a GPU, float32
+on a CPU) and with archon.fp8_config.mode blockwise (`fp8`). Servers do not differ. The band is what
+the seeds of `plain` span at an evaluation; `inside` is the share of evaluations where the mean of
+`fp8` lies within it or above. The last form draws what was measured.
 """
 
 from __future__ import annotations
@@ -42,12 +43,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=240, help="training steps per run")
     parser.add_argument("--json", metavar="FILE", help="write rows and curves")
     parser.add_argument("--plot", metavar="PNG", help="draw the curves")
-    args = parser.parse_args()
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="further keys")
+    args = parser.parse_intermixed_args()
     if args.results:
         read = json.loads(Path(args.results).read_text(encoding="utf-8"))["curves"]
         curves = {name: Curve([tuple(point) for point in points]) for name, points in read.items()}
     else:
-        curves = train_all(args.recipe, args.model, args.seeds, args.steps)
+        curves = train_all(args.recipe, args.model, args.seeds, args.steps, args.overrides)
     rows = make_rows(curves)
     print_table(rows)
     if args.json and not args.results:
@@ -57,18 +59,30 @@ def main() -> None:
         plot_curves(Path(args.plot), curves, title="GRPO", label="held-out accuracy")
 
 
-def train_all(recipe: str | Path, model: str, seeds: Sequence[int], steps: int) -> dict[str, Curve]:
+def train_all(
+    recipe: str | Path, model: str, seeds: Sequence[int], steps: int, overrides: Sequence[str]
+) -> dict[str, Curve]:
     names = [(mode, seed) for mode in MODES for seed in seeds]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(names)) as pool:
         runs = {
-            f"{mode}_{seed}": pool.submit(train, recipe, Path(folder), model, mode, seed, steps)
+            f"{mode}_{seed}": pool.submit(
+                train, recipe, Path(folder), model, mode, seed, steps, overrides
+            )
             for mode, seed in names
         }
         return {name: run.result() for name, run in runs.items()}
 
 
-def train(recipe: str | Path, folder: Path, model: str, mode: str, seed: int, steps: int) -> Curve:
-    overrides = {
+def train(
+    recipe: str | Path,
+    folder: Path,
+    model: str,
+    mode: str,
+    seed: int,
+    steps: int,
+    overrides: Sequence[str],
+) -> Curve:
+    keys = {
         "cluster.fileroot": folder,
         "experiment_name": "fp8",
         "trial_name": f"{mode}_{seed}",
@@ -78,8 +92,8 @@ def train(recipe: str | Path, folder: Path, model: str, mode: str, seed: int, st
         "total_train_steps": steps,
         "evaluator.freq_steps": max(steps // 10, 1),
     }
-    arguments = [f"{key}={value}" for key, value in overrides.items()]
-    command = [sys.executable, "-m", "areal.cli.main", "train", str(recipe), *arguments]
+    arguments = [f"{key}={value}" for key, value in keys.items()]
+    command = [sys.executable, "-m", "areal.cli.main", "train", str(recipe), *arguments, *overrides]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{mode}, seed {seed}: {done.stderr.strip()[-2000:]}")
