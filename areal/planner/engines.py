@@ -187,11 +187,12 @@ def _checkpointing(section: TrainEngineConfig) -> tuple[str, float, bool]:
 
 def _extra_kept(section: TrainEngineConfig, shape: Shape) -> float:
     """Numbers per token beyond those of our own blocks: transformers computes norms in float32 and
-    rotates out of place; fp8_forward keeps the rounded inputs of every product."""
+    rotates out of place; fp8_forward keeps the rounded inputs of every product in the model's
+    dtype, unless it trains in FP8."""
     dim, heads = shape.args.dim, shape.query_width + shape.kv_width
     if section.allocation.backend == "fsdp":
         return shape.num_layers * (6 * dim + 2 * heads)
-    if section.archon.fp8_forward:
+    if section.archon.fp8_forward and not section.archon.trains_in_fp8:
         return shape.num_layers * (2 * dim + shape.query_width + shape.mean_feed_forward)
     return 0.0
 

@@ -182,10 +182,10 @@ class ArchonEngineConfig:
     at the end."""
     fp8_forward: bool = False
     """Forward passes round weights, activations, keys and values as a server with native.dtype fp8
-    does, so that log-probabilities and gradients are those of what sampled. Not faster; for dense
-    models."""
+    does, so that log-probabilities and gradients are those of what sampled. For dense models. Not
+    faster by itself; `fp8_config` may be on too."""
     fp8_config: ArchonFP8Config = field(default_factory=ArchonFP8Config)
-    """Training in FP8, for speed."""
+    """Training in FP8, for speed; beside servers in FP8, with `fp8_forward`."""
 
     @property
     def trains_in_fp8(self) -> bool:
@@ -427,17 +427,22 @@ class TrainEngineConfig:
         for name, value in {
             "use_lora": self.use_lora,
             "batch_invariant": self.batch_invariant,
-            "archon.enable_compile": archon.enable_compile,
         }.items():
             require(
                 not (value and archon.fp8_forward),
                 f"{name} must be false with archon.fp8_forward, whose layers do not support it",
                 value,
             )
+        trains_all = archon.trains_in_fp8 and not archon.fp8_config.exclude_modules
+        require(
+            trains_all or not (archon.enable_compile and archon.fp8_forward),
+            "archon.enable_compile must be false with archon.fp8_forward, unless all layers train "
+            "in FP8 (archon.fp8_config): layers that only round do not support it",
+            archon.enable_compile,
+        )
         for name, value in {
             "use_lora": self.use_lora,
             "batch_invariant": self.batch_invariant,
-            "archon.fp8_forward": archon.fp8_forward,
         }.items():
             require(
                 not (value and archon.trains_in_fp8),

@@ -18,6 +18,7 @@ from torch import nn
 
 from areal.models.common.attention import Attention
 from areal.models.common.fp8 import GROUP
+from areal.models.common.fp8_linear import RoundedLinear
 from areal.models.common.fp8_products import (
     feed_forward,
     feed_forward_back,
@@ -35,10 +36,12 @@ NEVER = ("output", "router", "score")
 
 def train_in_fp8(model: Decoder, exclude_modules: Sequence[str]) -> None:
     """Replace the linear layers of all blocks in place, but those whose name, like
-    `layers.0.attention.wq`, has a part of `exclude_modules`."""
+    `layers.0.attention.wq`, has a part of `exclude_modules`.
+
+    In a model that `Decoder.round_to_fp8` has prepared these still round as a server does."""
     unused = set(exclude_modules) - set(NEVER)
     for name, module in list(model.layers.named_modules(prefix="layers")):
-        if type(module) is not nn.Linear:
+        if type(module) not in (nn.Linear, RoundedLinear):
             continue
         matched = {part for part in exclude_modules if part in name}
         unused -= matched

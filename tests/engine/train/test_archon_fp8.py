@@ -9,7 +9,12 @@ from gloo_ranks import run_ranks
 from tiny import tiny_model, write_tiny_model
 
 from areal.algorithm.loss import sft_loss
-from areal.api.config.train_engine import ArchonEngineConfig, OptimizerConfig, TrainEngineConfig
+from areal.api.config.train_engine import (
+    ArchonEngineConfig,
+    ArchonFP8Config,
+    OptimizerConfig,
+    TrainEngineConfig,
+)
 from areal.api.io_struct import FinetuneSpec
 from areal.engine.native.engine import NativeEngine
 from areal.engine.train.archon import ArchonEngine
@@ -19,6 +24,12 @@ from areal.utils.data import select_rows
 
 FT_SPEC = FinetuneSpec(total_train_epochs=1, dataset_size=100, train_batch_size=1)
 ROUNDED = ArchonEngineConfig(fp8_forward=True)
+TRAINED = {
+    name: ArchonEngineConfig(
+        fp8_forward=True, fp8_config=ArchonFP8Config(mode="blockwise", exclude_modules=excluded)
+    )
+    for name, excluded in {"in_fp8": [], "but_some": ["layers.0.", "w2"]}.items()
+}
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +49,9 @@ def rows_of(batch) -> list[list[int]]:
     return [row[:n].tolist() for row, n in zip(batch["input_ids"], lengths, strict=True)]
 
 
-def test_logprobs_are_those_of_an_fp8_server_also_after_training(folder):
-    trainer, plain = open_one(folder, archon=ROUNDED), open_one(folder)
+@pytest.mark.parametrize("archon", [ROUNDED, *TRAINED.values()], ids=["rounded", *TRAINED])
+def test_logprobs_are_those_of_an_fp8_server_also_after_training(folder, archon):
+    trainer, plain = open_one(folder, archon=archon), open_one(folder)
     server, batch = NativeEngine.from_pretrained(folder, dtype=FP8), make_batch()
     for version in (1, 2):
         expected = [one.logprobs for one in server.score(rows_of(batch))]

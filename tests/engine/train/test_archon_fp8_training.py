@@ -91,10 +91,6 @@ def test_ranks_train_alike(folder):
         ({"use_lora": True}, "use_lora must be false with archon.fp8_config.mode blockwise"),
         ({"batch_invariant": True}, "batch_invariant must be false with archon.fp8_config.mode"),
         ({"dtype": "float16"}, "dtype must be bfloat16 or float32 with archon.fp8_config.mode"),
-        (
-            {"archon": ArchonEngineConfig(fp8_config=BLOCKWISE, fp8_forward=True)},
-            "archon.fp8_forward must be false with archon.fp8_config.mode",
-        ),
         ({"backend": "archon:t2"}, "archon.fp8_config.mode must be disabled with t or p"),
         ({"backend": "archon:p2"}, "archon.fp8_config.mode must be disabled with t or p"),
         ({"backend": "fsdp:d1"}, "section archon needs backend archon"),
