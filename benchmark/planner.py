@@ -267,8 +267,9 @@ def measured_rows() -> Iterator[Comparison]:
     """Those of benchmark/planner_rows.py, memory and speed."""
     measured = results("planner_rows") | results("planner_rows_servers")
     for name in ROWS:
-        for row in predict(name) if f"{name}_peak" in measured else ():
-            yield Comparison(row.name, row.value, measured[row.name], row.unit)
+        for row in predict(name):
+            if row.name in measured:
+                yield Comparison(row.name, row.value, measured[row.name], row.unit)
 
 
 def cpu_rows() -> Iterator[Comparison]:

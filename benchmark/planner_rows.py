@@ -209,7 +209,9 @@ SERVERS: dict[str, ServerRow] = {
     "serve_gemma3_1b": ServerRow(
         "gemma3_1b", (Load("", 128, 256, 512),), num_pages=9000, max_running=128
     ),
-    "serve_deepseek": ServerRow("deepseek", (Load("", 32, 256, 64),), num_pages=4000),
+    "serve_deepseek": ServerRow(
+        "deepseek", (Load("", 32, 256, 64), Load("", 64, 256, 64)), num_pages=4000
+    ),
     "serve_qwen3.5_2b": ServerRow("qwen3.5_2b", (Load("", 32, 128, 64),), num_pages=4000),
 }
 ROWS = [*TRAININGS, *SERVERS]
