@@ -37,10 +37,10 @@ test: lint docs
 	$(BIN)/python -m compileall -q areal
 	$(SUITE) -n 3 -m "not slow and $(ELSEWHERE)"
 
-# One process more than above: these tests wait more.
+# One process more than above: these tests wait more. Each reads the files that have some, not all.
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/python -m compileall -q areal
-	$(SUITE) -n 4 -m "slow and $(ELSEWHERE)"
+	$(SUITE) -n 4 -m "slow and $(ELSEWHERE)" $$(grep -rl --include='test_*.py' 'mark\.slow' tests | sort)
 
 # One thread: the clients need the other core.
 test-agents: $(VENV)/.installed-dev .venv-agents/.installed

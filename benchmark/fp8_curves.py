@@ -52,20 +52,20 @@ def main() -> None:
     args = parser.parse_intermixed_args()
     if args.results:
         read = [json.loads(Path(file).read_text(encoding="utf-8")) for file in args.results]
-        steps = read[0]["steps"]
+        steps, overrides = read[0]["steps"], read[0].get("overrides", [])
         curves = {
             name: Curve([tuple(point) for point in points])
             for results in read
             for name, points in results["curves"].items()
         }
     else:
-        steps = args.steps
+        steps, overrides = args.steps, args.overrides
         curves = train_all(args)
     rows = make_rows(curves)
     print_table(rows)
     if args.json:
         points = {name: curve.points for name, curve in curves.items()}
-        write_json(args.json, rows, steps=steps, curves=points)
+        write_json(args.json, rows, steps=steps, overrides=overrides, curves=points)
     if args.plot:
         plot_curves(Path(args.plot), curves, title="GRPO", label="held-out accuracy")
 

@@ -41,7 +41,7 @@ def train_in_fp8(model: Decoder, exclude_modules: Sequence[str]) -> None:
     In a model that `Decoder.round_to_fp8` has prepared these still round as a server does."""
     unused = set(exclude_modules) - set(NEVER)
     for name, module in list(model.layers.named_modules(prefix="layers")):
-        if type(module) not in (nn.Linear, RoundedLinear):
+        if type(module) is not nn.Linear and type(module) is not RoundedLinear:
             continue
         matched = {part for part in exclude_modules if part in name}
         unused -= matched

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from engine.train.archon_world import make_batch, open_engine, own_rows
@@ -129,6 +131,23 @@ def test_ranks_round_alike(folder, backend):
 def test_what_it_cannot_be_combined_with(changes, says):
     with pytest.raises(ValueError, match=says):
         TrainEngineConfig(path="m", archon=ROUNDED, **changes)
+
+
+@pytest.mark.parametrize("archon", [ROUNDED, TRAINED["but_some"]], ids=["rounded", "but_some"])
+def test_what_only_rounds_is_not_compiled(archon):
+    with pytest.raises(ValueError, match="enable_compile must be false with archon.fp8_forward"):
+        TrainEngineConfig(path="m", archon=replace(archon, enable_compile=True))
+
+
+@pytest.mark.slow
+def test_compiled_blocks_train_in_fp8_as_others_do(tmp_path):
+    """As a server in FP8 rounds."""
+    folder, batch, found = write_tiny_model(tmp_path, num_hidden_layers=1), make_batch(), []
+    for compiled in (False, True):
+        trainer = open_one(folder, archon=replace(TRAINED["in_fp8"], enable_compile=compiled))
+        trainer.train_batch(batch, loss, lambda mb: mb["loss_mask"].sum())
+        found.append(trainer.forward_batch(batch))
+    assert_most_equal(*found)
 
 
 def test_experts_are_refused_by_the_key(tmp_path):
