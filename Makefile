@@ -1,6 +1,6 @@
 # make demo       train a small model by asynchronous GRPO on this machine and show the reward rise
 # make test       lint, documentation, architecture test and the CPU suite without the tests marked slow
-# make test-slow  the tests marked slow: end-to-end runs of many seconds each; CI runs them after make test
+# make test-all   make test and the tests marked slow, end-to-end runs of many seconds each, as CI does
 # make test-agents  train through real clients (Claude Code, Codex, SDKs) from .venv-agents, and let
 #                   OpenEnv read what areal export writes; tools of servers of the MCP SDK
 # make test-eval  run lm-eval and inspect-ai from .venv-eval against areal serve
@@ -26,7 +26,7 @@ SUITE := $(BIN)/python -m pytest --dist worksteal --durations 60
 # What has a target, an environment or a machine of its own.
 ELSEWHERE := not gpu and not multi_gpu and not real_agents and not real_browser and not evaluators
 
-.PHONY: demo test test-slow test-agents test-eval test-browser test-wheel test-multi-gpu test-vllm docs lint format
+.PHONY: demo test test-all test-agents test-eval test-browser test-wheel test-multi-gpu test-vllm docs lint format
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -37,10 +37,10 @@ test: lint docs
 	$(BIN)/python -m compileall -q areal
 	$(SUITE) -n 3 -m "not slow and $(ELSEWHERE)"
 
-# One process more than above: these tests wait more. Each reads the files that have some, not all.
-test-slow: $(VENV)/.installed-dev
+# One process more than above: the slow tests wait more.
+test-all: lint docs
 	$(BIN)/python -m compileall -q areal
-	$(SUITE) -n 4 -m "slow and $(ELSEWHERE)" $$(grep -rl --include='test_*.py' 'mark\.slow' tests | sort)
+	$(SUITE) -n 4 -m "$(ELSEWHERE)"
 
 # One thread: the clients need the other core.
 test-agents: $(VENV)/.installed-dev .venv-agents/.installed

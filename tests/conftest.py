@@ -23,6 +23,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 # Else each process that compiles starts others that import torch, to compile in at once.
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+# Vector instructions are torch's to test, and take a third longer to compile.
+os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"
 # No worker of Ray is killed because others use the memory of this machine.
 os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # noqa: SIM112 (as Ray spells it)
 
@@ -36,6 +38,20 @@ def pytest_collection_finish():
     sys.dont_write_bytecode = _writes_no_bytecode
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(trylast=True)  # once the others have deselected
+def pytest_collection_modifyitems(config, items):
+    """Slow tests first, an equal share for each process: at the end short ones fill the gaps."""
+    workers = getattr(config, "workerinput", {}).get("workercount", 1)
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    fast = [item for item in items if not item.get_closest_marker("slow")]
+    ordered = []
+    for left in range(workers, 0, -1):  # xdist hands out runs of equal length
+        room, share = len(slow + fast) // left, len(slow) // left
+        ordered += slow[:share] + fast[: room - share]
+        del slow[:share], fast[: room - share]
+    items[:] = ordered
 
 
 def pytest_configure(config):

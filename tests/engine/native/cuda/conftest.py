@@ -10,6 +10,7 @@ import functools
 import os
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -78,6 +79,65 @@ def _skip_repeated_work(interpreter) -> None:
         vars(self).update(shapes[type.name], handle=handle, type=type)
 
     tl.tensor.__init__ = make_tensor_of_known_shape
+    _know_operands(interpreter, tl)
+    _call_builtins_at_once(interpreter)
+
+
+def _know_operands(interpreter, tl) -> None:
+    """Types of two operands decide how they are converted and broadcast, with the value of a number
+    among them: that is found once."""
+    semantic, known = interpreter.interpreter_semantic, {}
+    convert = semantic.binary_op_type_checking_impl
+
+    def key_of(operand):
+        return operand.type.name if isinstance(operand, tl.tensor) else (type(operand), operand)
+
+    def change_of(operand, found):
+        """What gives `found` again for operands like this one; None if only `convert` does."""
+        if found is operand:
+            return lambda operand: operand
+        if not isinstance(operand, tl.tensor):
+            return lambda operand: found
+        if operand.type.scalar == found.type.scalar and len(operand.shape) == len(found.shape):
+            shape, type_, dtype = found.handle.data.shape, found.type, operand.handle.dtype
+            if operand.type.is_block():
+                return lambda operand: tl.tensor(
+                    interpreter.TensorHandle(np.broadcast_to(operand.handle.data, shape), dtype),
+                    type_,
+                )
+        return None
+
+    def convert_as_before(lhs, rhs, *options, **more):
+        key = key_of(lhs), key_of(rhs), options, *more.items()
+        changes = known.get(key)
+        if changes is None:
+            left, right = convert(lhs, rhs, *options, **more)
+            known[key] = change_of(lhs, left), change_of(rhs, right)
+            return left, right
+        if None in changes:
+            return convert(lhs, rhs, *options, **more)
+        return changes[0](lhs), changes[1](rhs)
+
+    semantic.binary_op_type_checking_impl = convert_as_before
+
+
+def _call_builtins_at_once(interpreter) -> None:
+    """Without a copy of the arguments and the check that one was added to them."""
+    semantic = interpreter.interpreter_semantic
+    from triton.language import core
+
+    wrapper = core.builtin(lambda: None).__code__
+
+    def patch_attr(obj, name, member, builder, scope):
+        inner = member.__wrapped__ if getattr(member, "__code__", None) is wrapper else member
+
+        def call(*args, **kwargs):
+            kwargs["_semantic"] = semantic
+            return inner(*args, **kwargs)
+
+        scope.set_attr(obj, name, call)
+
+    interpreter._patch_attr = patch_attr
 
 
 def _convert(values, from_dtype, to_dtype, rounding):
