@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from fork_server import FORKS, take_environment
+from fork_server import fork, take_environment
 from forked_children import fork_children_of_this_process
 
 
@@ -41,7 +41,7 @@ class Command:
         for log in (self._out, self._err):
             log.touch()  # the process may be killed before it writes
         arguments = (argv, str(cwd), str(self._out), str(self._err), {**os.environ, **env})
-        self.process: BaseProcess = FORKS.Process(target=_run, args=(*arguments, self._kind))
+        self.process: BaseProcess = fork(_run, *arguments, self._kind)
         self.process.start()
 
     def wait(self, timeout_s: float = 900) -> Ended:

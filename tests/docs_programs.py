@@ -25,7 +25,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
-from fork_server import FORKS, take_environment
+from fork_server import fork, take_environment
 
 MAX_FILES = 32
 
@@ -60,7 +60,7 @@ class Programs:
             head, descriptors, _, _ = socket.recv_fds(client, 8, MAX_FILES)
             streams = [stack.enter_context(Connection(number)) for number in descriptors]
             order = json.loads(client.recv(int.from_bytes(head, "big"), socket.MSG_WAITALL))
-            process = FORKS.Process(target=_run_order, args=(self._run, order, streams))
+            process = fork(_run_order, self._run, order, streams)
             process.start()
             threading.Thread(target=_pass_signals, args=(client, process), daemon=True).start()
             process.join()

@@ -19,16 +19,14 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from fork_server import FORKS
+from fork_server import fork
 
 
 def run_ranks(world_size: int, target: str, *args: Any, timeout_s: float = 900) -> list[Any]:
     """What `target` ("module:function") returned on each rank, given `args`."""
     with tempfile.TemporaryDirectory(prefix="areal-ranks-") as folder:
         ranks = [
-            FORKS.Process(
-                target=_run_rank, args=(folder, rank, world_size, target, json.dumps(args))
-            )
+            fork(_run_rank, folder, rank, world_size, target, json.dumps(args))
             for rank in range(world_size)
         ]
         for process in ranks:

@@ -17,7 +17,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from fork_server import FORKS
+from fork_server import FORKS, fork
 from tiny import tiny_config, tiny_model, write_tiny_model
 
 from areal.api.alloc_mode import ModelAllocation
@@ -154,10 +154,7 @@ def pair(folders, tmp_path_factory):
     """What rank 0 played with each model, and what became of a rank that went astray."""
     results = FORKS.SimpleQueue()
     store = str(tmp_path_factory.mktemp("store") / "file")
-    ranks = [
-        FORKS.Process(target=run_rank, args=(rank, store, folders, results), daemon=True)
-        for rank in range(2)
-    ]
+    ranks = [fork(run_rank, rank, store, folders, results, daemon=True) for rank in range(2)]
     for process in ranks:
         process.start()
     for process in ranks:
