@@ -12,7 +12,7 @@ on a CPU), `fp8` with archon.fp8_config.mode blockwise, and `fp8_server` with se
 well, whose caches the trainer rounds like them; there the evaluations are in FP8 too. The band is
 what the seeds of `plain` span at an evaluation; `MODE_inside` is the share of evaluations where the
 mean of a mode lies within it or above. --results draws what was measured, of several files
-together, and writes it into one with --json.
+with the same steps and keys together, and writes it into one with --json.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ def main() -> None:
     args = parser.parse_intermixed_args()
     if args.results:
         read = [json.loads(Path(file).read_text(encoding="utf-8")) for file in args.results]
-        steps, overrides = read[0]["steps"], read[0].get("overrides", [])
+        runs = [(results["steps"], results.get("overrides", [])) for results in read]
+        if any(run != runs[0] for run in runs):
+            raise SystemExit("--results: the files differ in steps or keys; give each by itself")
+        steps, overrides = runs[0]
         curves = {
             name: Curve([tuple(point) for point in points])
             for results in read

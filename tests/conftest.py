@@ -23,7 +23,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 # Else each process that compiles starts others that import torch, to compile in at once.
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-# Vector instructions are torch's to test, and take a third longer to compile.
+# Vector instructions are torch's to test, and take a quarter longer to compile.
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"
 # No worker of Ray is killed because others use the memory of this machine.
 os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # noqa: SIM112 (as Ray spells it)

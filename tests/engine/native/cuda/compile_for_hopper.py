@@ -86,7 +86,8 @@ FILES = {
     "latent_of_32_heads": LATENT,
     "latent_of_40": LATENT,
 }
-EVERY_NUMBER_OF_ROWS = ("qwen3", "experts")
+# Narrow products, experts, and products of a published width; of others few rows and many will do.
+EVERY_NUMBER_OF_ROWS = ("qwen3", "experts", "gemma3")
 TYPES = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
@@ -197,7 +198,7 @@ def main() -> None:
         if name == "gemma3":  # with an image, whose tokens see all of it
             last = np.full(20, 19)
             program.prefill([Chunk([1] * 20, 0, list(range(1, 8)), last_visible=last)])
-        # Few rows and many have kernels of their own; those of further numbers differ in tiles.
+        # Few rows and many have kernels of their own; further numbers have other tiles and splits.
         for num_rows in (1, 4, 64, 96) if name in EVERY_NUMBER_OF_ROWS else (1, 64):
             slots = torch.zeros(num_rows, dtype=torch.int32)
             program.begin()

@@ -84,8 +84,9 @@ def _skip_repeated_work(interpreter) -> None:
 
 
 def _know_operands(interpreter, tl) -> None:
-    """Types of two operands decide how they are converted and broadcast, with the value of a number
-    among them: that is found once."""
+    """How two operands are converted and broadcast depends on their types alone, or on the value of
+    one that is a plain number, so it is found once. What needs another dtype or more axes is
+    converted each time."""
     semantic, known = interpreter.interpreter_semantic, {}
     convert = semantic.binary_op_type_checking_impl
 
@@ -93,13 +94,13 @@ def _know_operands(interpreter, tl) -> None:
         return operand.type.name if isinstance(operand, tl.tensor) else (type(operand), operand)
 
     def change_of(operand, found):
-        """What gives `found` again for operands like this one; None if only `convert` does."""
+        """operand -> what `convert` made of it, for all of this type; None if only it can."""
         if found is operand:
             return lambda operand: operand
         if not isinstance(operand, tl.tensor):
             return lambda operand: found
         if operand.type.scalar == found.type.scalar and len(operand.shape) == len(found.shape):
-            shape, type_, dtype = found.handle.data.shape, found.type, operand.handle.dtype
+            shape, type_, dtype = found.handle.data.shape, found.type, found.handle.dtype
             if operand.type.is_block():
                 return lambda operand: tl.tensor(
                     interpreter.TensorHandle(np.broadcast_to(operand.handle.data, shape), dtype),
@@ -122,10 +123,10 @@ def _know_operands(interpreter, tl) -> None:
 
 
 def _call_builtins_at_once(interpreter) -> None:
-    """Without a copy of the arguments and the check that one was added to them."""
-    semantic = interpreter.interpreter_semantic
+    """The interpreter copies the keywords of each call, and each builtin checks what it added."""
     from triton.language import core
 
+    semantic = interpreter.interpreter_semantic
     wrapper = core.builtin(lambda: None).__code__
 
     def patch_attr(obj, name, member, builder, scope):
