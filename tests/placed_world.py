@@ -75,6 +75,18 @@ class Echo(RolloutWorkflow):
         return sample
 
 
+@dataclass
+class Held(Echo):
+    """Ends no episode while the file `hold` is there."""
+
+    hold: str = ""
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+        while Path(self.hold).exists():
+            await asyncio.sleep(0.01)
+        return await super().arun_episode(engine, data)
+
+
 class Prints(Echo):
     """Writes to standard output, which is a worker's log."""
 

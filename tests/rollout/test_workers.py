@@ -73,19 +73,23 @@ def placed(
             executor.close(2.0)
 
 
-def train(
-    executor: WorkflowExecutor, steps: int, kills: dict[int, int], begin: int = 0
-) -> list[int]:
-    """The prompts trained on; `kills` has the processes that are killed, by the step before."""
+def train(executor: WorkflowExecutor, steps: int, begin: int = 0) -> list[int]:
+    """The prompts trained on."""
     trained: list[int] = []
     for step in range(begin, begin + steps):
-        if step in kills:
-            os.kill(kills[step], signal.SIGKILL)
         batch = executor.prepare_batch()
         trained += batch.task_ids
         executor.mark_trained(batch, step)
         executor.set_version(step + 1)
     return trained
+
+
+def wait_for_groups(workers: RolloutWorkers) -> None:
+    """Until each worker has some."""
+    deadline = time.monotonic() + 300
+    while not all(one["groups"] for one in workers.states()):
+        assert time.monotonic() < deadline, workers.states()
+        time.sleep(0.01)
 
 
 def wait_for_two(workers: RolloutWorkers, replaced: int) -> None:
@@ -132,8 +136,14 @@ def test_a_killed_worker_is_replaced_and_its_groups_run_elsewhere(tmp_path):
         open_world(tmp_path, batch_size=8, max_staleness=3) as world,
         placed(world, tmp_path) as (ex, pool),
     ):
-        ex.start(world.source, WorkflowRecipe(ECHO, {"delay_s": 0.1}), group_size=2)
-        trained = train(ex, 12, kills={2: pool.pids[0]})
+        hold = tmp_path / "hold"
+        hold.touch()
+        recipe = WorkflowRecipe("placed_world.Held", {"delay_s": 0.1, "hold": str(hold)})
+        ex.start(world.source, recipe, group_size=2)
+        wait_for_groups(pool)
+        os.kill(pool.pids[0], signal.SIGKILL)
+        hold.unlink()
+        trained = train(ex, 12)
         wait_for_two(pool, replaced=1)
         states = pool.states()
         assert [one["name"] for one in states] == ["rollout worker 0", "rollout worker 1"]
@@ -157,17 +167,17 @@ def test_all_workers_killed_at_once(tmp_path):
     ):
         first = pool.pids
         ex.start(world.source, WorkflowRecipe(ECHO, {"delay_s": 0.1}), group_size=2)
-        trained = train(ex, 2, kills={})
+        trained = train(ex, 2)
         for pid in first:
             os.kill(pid, signal.SIGKILL)
-        trained += train(ex, 4, kills={}, begin=2)
+        trained += train(ex, 4, begin=2)
         wait_for_two(pool, replaced=2)
         os.kill(pool.pids[0], signal.SIGKILL)
-        trained += train(ex, 4, kills={}, begin=6)
+        trained += train(ex, 4, begin=6)
         wait_for_two(pool, replaced=3)
         assert not set(first) & set(pool.pids)
         # A group that ran again may be behind later ones, by the bound of staleness at most.
-        trained += train(ex, 3, kills={}, begin=10)
+        trained += train(ex, 3, begin=10)
         assert ex.stats()["failed"] == ex.stats()["stale"] == 0
         assert len(set(trained)) == len(trained), "no prompt twice"
         assert set(range(10 * 8)) <= set(trained), "none is lost"
