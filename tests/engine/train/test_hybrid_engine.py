@@ -37,7 +37,7 @@ def check_ranks(cases: list[tuple[str, str]], tmp_path: Path) -> None:
     run_ranks(2, "engine.train.archon_world:rank_works", jobs, timeout_s=900)
     for model, layout, _, out in jobs:
         expected, found = work(open_engine(model, "archon:d1")), torch.load(out)
-        for key in ("start", "eval", "outputs", "step", "gradients", "end"):
+        for key in ("start", "last_output", "outputs", "step", "gradients", "end"):
             torch.testing.assert_close(
                 found[key], expected[key], atol=1e-5, rtol=1e-5, msg=lambda m, at=layout: at + m
             )
