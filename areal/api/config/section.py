@@ -62,6 +62,7 @@ def field_types(cls: type) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
+@functools.cache
 def section_class(hint: Any) -> type | None:
     """The dataclass behind a field type, `Section` or `Section | None`; None for a plain value."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
@@ -69,6 +70,7 @@ def section_class(hint: Any) -> type | None:
     return hint if isinstance(hint, type) and dataclasses.is_dataclass(hint) else None
 
 
+@functools.cache
 def item_class(hint: Any) -> type | None:
     """The dataclass of the items of a field type `list[Section]`; None for any other."""
     if typing.get_origin(hint) is not list:
