@@ -17,6 +17,13 @@ from areal.models.common.attention import PackedAttention
 from areal.models.hf_io import save_hf
 
 
+def merged_by_peft(theirs, adapter):
+    """transformers' model, the adapter in the folder `adapter` added to its weights."""
+    from peft import PeftModel  # takes a second, which the tests that do not need it are spared
+
+    return PeftModel.from_pretrained(theirs, adapter).merge_and_unload()
+
+
 def twin_models(family: str, **overrides):
     """Ours and transformers' with equal random weights, biases and norms moved off 0 and 1."""
     from transformers import AutoModelForCausalLM

@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 from fsdp_world import loss_fn, loss_tokens, make_batch, open_engine
-from peft import PeftModel
+from hf_twins import merged_by_peft
 from safetensors.torch import load_file
 from tiny import write_tiny_model
 from transformers import AutoModelForCausalLM
@@ -35,7 +35,7 @@ def test_a_merged_folder_is_what_peft_makes_of_it(backend, tmp_path, capsys):
     assert main(["merge", str(tmp_path / "run"), "--out", str(tmp_path / "whole")]) == 0
     assert "merged" in capsys.readouterr().out
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    adapted = PeftModel.from_pretrained(base, tmp_path / "run" / "model").merge_and_unload()
+    adapted = merged_by_peft(base, tmp_path / "run" / "model")
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=torch.float32)
     expected = dict(adapted.named_parameters())
     for name, weight in whole.named_parameters():

@@ -17,7 +17,7 @@ from fsdp_world import (
     weights_of,
 )
 from gloo_ranks import run_ranks
-from peft import PeftModel
+from hf_twins import merged_by_peft
 from safetensors.torch import load_file
 from tiny import write_tiny_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -77,7 +77,7 @@ def test_what_leaves_is_merged_and_peft_loads_what_is_saved(folder, tmp_path):
     engine.save(hf(tmp_path / "adapter"))
     assert sorted(file.name for file in (tmp_path / "adapter").iterdir()) == ADAPTER_FILES
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    merged = PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()
+    merged = merged_by_peft(base, tmp_path / "adapter")
     assert_close(weights_of(engine), dict(merged.named_parameters()), atol=1e-6)
     merged.save_pretrained(tmp_path / "whole")
     batch = make_batch(5)
@@ -111,7 +111,7 @@ def test_a_critics_head_is_trained_whole_and_saved_beside_its_adapters(folder, t
     assert after.abs().max() > 0
     engine.save(hf(tmp_path))
     base = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
-    merged = PeftModel.from_pretrained(base, tmp_path).merge_and_unload()
+    merged = merged_by_peft(base, tmp_path)
     assert torch.equal(merged.score.weight.detach(), after)
 
 
@@ -177,7 +177,7 @@ def test_adapters_of_a_pipeline_are_saved_from_every_stage(folder, tmp_path):
     body = "engine.train.archon_world:rank_saves_adapters"
     run_ranks(2, body, str(folder), str(tmp_path), "archon:p2", lora, timeout_s=900)
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    merged = PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()
+    merged = merged_by_peft(base, tmp_path / "adapter")
     expected = torch.load(tmp_path / "end.pt")
     assert_close(dict(merged.named_parameters()), expected, atol=1e-6)
 
@@ -193,5 +193,5 @@ def test_two_ranks_train_as_one(folder, tmp_path):
     run_ranks(2, body, str(folder), str(tmp_path), "archon:d2", LORA, timeout_s=900)
     assert_close(torch.load(tmp_path / "end.pt"), expected, atol=1e-5)
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    merged = PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()
+    merged = merged_by_peft(base, tmp_path / "adapter")
     assert_close(dict(merged.named_parameters()), expected, atol=1e-5)

@@ -169,9 +169,9 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_megabyte_of_openings_takes_linear_time(name):
-    """Quadratic, each would take minutes."""
+def test_many_openings_take_linear_time(name):
+    """Quadratic, each would take a minute."""
     for unit in HOSTILE[name]:
-        text = unit * (1_000_000 // len(unit))
+        text = unit * (300_000 // len(unit))
         parse_output(text, name, tools=TOOLS)
-        pushed(unit + text[:100_000], name, 4, tools=TOOLS)
+        pushed(unit + text[:30_000], name, 4, tools=TOOLS)

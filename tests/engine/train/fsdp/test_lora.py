@@ -15,7 +15,7 @@ from fsdp_world import (
     open_engine,
     weights_of,
 )
-from peft import PeftModel
+from hf_twins import merged_by_peft
 from tiny import write_tiny_model
 from tiny_run import grpo_config, query
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -56,7 +56,7 @@ def test_what_leaves_is_merged_and_what_is_saved_is_the_adapter(folder, tmp_path
         "adapter_model.safetensors",
     ]
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    merged = PeftModel.from_pretrained(base, tmp_path).merge_and_unload()
+    merged = merged_by_peft(base, tmp_path)
     assert_close(weights_of(engine), dict(merged.named_parameters()), atol=1e-6)
     # The merged weights compute what the model with adapters does.
     batch = make_batch(5)
@@ -95,7 +95,7 @@ def test_a_critics_head_is_trained_whole_and_saved_beside_its_adapters(folder, t
     assert not torch.equal(before, after)
     engine.save(SaveLoadMeta(path=str(tmp_path), weight_format="hf"))
     base = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
-    merged = PeftModel.from_pretrained(base, tmp_path).merge_and_unload()
+    merged = merged_by_peft(base, tmp_path)
     assert torch.equal(merged.score.weight.detach(), after)
 
 
