@@ -258,6 +258,9 @@ def small_overrides(tree: dict) -> list[str]:
         overrides += ["actor.ppo_n_minibatches=1"]
     if (tree.get("valid_dataset") or {}).get("path") == "arithmetic":
         overrides += ["valid_dataset.dataset_kwargs.num_rows=4"]
+    data = tree.get("train_dataset") or {}
+    if data.get("path") == "arithmetic" and "num_rows" not in data.get("dataset_kwargs", {}):
+        overrides += ["train_dataset.dataset_kwargs.num_rows=64"]  # to draw all takes longer
     if "recover" in tree:
         overrides += ["recover.freq_steps=1"]
     return overrides

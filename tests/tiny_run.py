@@ -22,6 +22,7 @@ PATIENCE_S = 900.0
 
 SMALL = (
     "train_dataset.batch_size=8",
+    "native.num_pages=512",  # to clear the memory of 64 whole contexts takes as long as a step
     "gconfig.n_samples=4",
     "gconfig.max_new_tokens=6",
     "total_train_steps=6",
@@ -31,6 +32,7 @@ SMALL = (
     "recover.freq_steps=2",
     "reward_fn=sample_rewards.digit_share_reward_fn",
 )
+FEW_ROWS = "train_dataset.dataset_kwargs={num_rows: 512}"  # to draw all takes as long as a step
 
 
 def overrides(root: Path, *more: str) -> list[str]:
@@ -38,7 +40,9 @@ def overrides(root: Path, *more: str) -> list[str]:
     model = root / "tiny_model"
     if not model.is_dir():
         make_model(model)
-    return [f"cluster.fileroot={root}", f"actor.path={model}", *SMALL, *more]
+    # Another data set may have no such key.
+    rows = [] if any(one.startswith("train_dataset.path=") for one in more) else [FEW_ROWS]
+    return [f"cluster.fileroot={root}", f"actor.path={model}", *SMALL, *rows, *more]
 
 
 def grpo_config(root: Path, *more: str):

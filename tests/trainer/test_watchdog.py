@@ -36,8 +36,7 @@ MOVES_FIRST = "watchdog.seconds=20"  # for runs that are stopped on their way, o
 
 
 def start(root: Path, *more: str) -> Command:
-    small = overrides(root, *ENDLESS)
-    argv = ["train", recipe_path("arithmetic_grpo.yaml"), *small, *more]
+    argv = ["train", recipe_path("arithmetic_grpo.yaml"), *overrides(root, *ENDLESS, *more)]
     return Command([str(arg) for arg in argv], cwd=TESTS, logs=root, env={})
 
 
