@@ -193,6 +193,19 @@ def test_dump_loads_to_an_equal_config(grpo: str, tmp_path: Path) -> None:
     assert load(str(copy)) == config
 
 
+@pytest.mark.parametrize(
+    "text", ["1e3", "5.0", "12", "nan", "1_0.5", "0x1f", "yes", "y", "N", "null", "~", "a: b", "é"]
+)
+def test_text_that_reads_as_something_else_is_dumped_in_quotes(
+    grpo: str, tmp_path: Path, text: str
+) -> None:
+    config = load(grpo)
+    config.workflow_kwargs = {"name": text, "items": [text, 1.5, None, True], "same": [text]}
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(dump_yaml(config), encoding="utf-8")
+    assert load(str(copy)).workflow_kwargs == config.workflow_kwargs
+
+
 def test_file_says_its_trainer(grpo: str) -> None:
     assert experiment_class([grpo]) is GRPOConfig
     assert experiment_class([grpo, "trainer=sft"]) is SFTConfig
