@@ -32,7 +32,13 @@ from report import Row, print_table, write_json
 
 _BLOCKWISE = {"actor.archon.fp8_config.mode": "blockwise"}
 _SERVED = {"native.dtype": "fp8", "actor.archon.fp8_forward": "true"}
-MODES = {"plain": {}, "fp8": _BLOCKWISE, "fp8_server": _BLOCKWISE | _SERVED}
+_NO_ATTENTION = {"actor.archon.fp8_config.exclude_modules": "[attention]"}
+MODES = {
+    "plain": {},
+    "fp8": _BLOCKWISE,
+    "fp8_ffn": _BLOCKWISE | _NO_ATTENTION,
+    "fp8_server": _BLOCKWISE | _SERVED,
+}
 
 
 def main() -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import logging
 import re
 from collections.abc import Mapping
@@ -111,38 +110,9 @@ def experiment_class(argv: list[str]) -> type[BaseExperimentConfig]:
 
 def dump_yaml(config: BaseExperimentConfig) -> str:
     """The whole config, with defaults and without secrets, as a file that loads to an equal one."""
-    import yaml
+    from omegaconf import OmegaConf
 
-    tree = without_secrets(dataclasses.asdict(config))
-    # As OmegaConf.to_yaml writes it, without an object of OmegaConf for each key.
-    return yaml.dump(tree, Dumper=_dumper(), allow_unicode=True, sort_keys=False)
-
-
-@functools.cache
-def _dumper() -> Any:
-    """Quotes text that OmegaConf reads as a number or a boolean, more than YAML itself does."""
-    import yaml
-
-    base: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-
-    class Dumper(base):
-        def ignore_aliases(self, data: Any) -> bool:
-            return True
-
-    def write_text(dumper: Any, text: str) -> Any:
-        style = "'" if text in ("y", "Y", "n", "N") or _is_number(text) else None
-        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
-
-    Dumper.add_representer(str, write_text)
-    return Dumper
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+    return OmegaConf.to_yaml(OmegaConf.create(without_secrets(dataclasses.asdict(config))))
 
 
 def _load(source: Source, cls: type[Config]) -> Config:

@@ -98,7 +98,7 @@ def _read_file(source: Source) -> None:
 
     text = _read_text(source.path)
     try:
-        root = _composed(text)
+        root = yaml.SafeLoader(text).get_single_node()
         if root is None:
             return
         if not isinstance(root, yaml.MappingNode):
@@ -110,16 +110,6 @@ def _read_file(source: Source) -> None:
         raise _yaml_error(source.path, error) from None
     except RecursionError:
         raise ConfigError(f"{source.path}: sections are nested too deeply to read") from None
-
-
-def _composed(text: str) -> Any:
-    """The nodes of a YAML document, or None."""
-    import yaml
-
-    try:
-        return getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text).get_single_node()
-    except yaml.YAMLError:  # the slow one says better what is wrong
-        return yaml.SafeLoader(text).get_single_node()
 
 
 def _read_text(path: str) -> str:
