@@ -8,11 +8,12 @@
 
 Each run is `areal train` of the recipe in a process of its own, all of them at once: the same
 model, data, steps and keys, `plain` in the trainer's default precision (bfloat16 on a GPU, float32
-on a CPU), `fp8` with archon.fp8_config.mode blockwise, and `fp8_server` with servers in FP8 as
-well, whose caches the trainer rounds like them; there the evaluations are in FP8 too. The band is
-what the seeds of `plain` span at an evaluation; `MODE_inside` is the share of evaluations where the
-mean of a mode lies within it or above. --results draws what was measured, of several files
-with the same steps and keys together, and writes it into one with --json.
+on a CPU), `fp8` with archon.fp8_config.mode blockwise, `fp8_ffn` the same but for layers of
+attention, and `fp8_server` with servers in FP8 as well, whose caches the trainer rounds like them;
+there the evaluations are in FP8 too. The band is what the seeds of `plain` span at an evaluation;
+`MODE_inside` is the share of evaluations where the mean of a mode lies within it or above.
+--results draws what was measured, of several files with the same steps and keys together, and
+writes it into one with --json.
 """
 
 from __future__ import annotations
