@@ -217,6 +217,32 @@ def test_weight_sync_reports_every_transport(tmp_path):
     assert rows["delta_mb"] < rows["disk_mb"] / 5 and 0 < rows["delta_changed"] < 0.2
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
+def test_fp8_noise_is_of_the_layers_in_fp8(tmp_path):
+    make_model(tmp_path / "model")
+    report, every = tmp_path / "report.json", "attention,feed_forward"
+    small = ("--texts", "3", "--length", "20", "--leave-out", "attention", every)
+    run("fp8_noise.py", "--model", tmp_path / "model", *small, "--json", report)
+    written = json.loads(report.read_text())
+    assert written.keys() == KEYS
+    rows = {row["name"]: row["value"] for row in written["rows"]}
+    assert rows[f"{every}_logprob"] == rows[f"{every}_ratio"] == 0 < rows["plain_ratio"]
+    assert rows[f"{every}_gradient"] == pytest.approx(1)
+    for name in ("all", "attention"):
+        assert rows[f"{name}_logprob"] > 0 and rows[f"{name}_ratio"] > 0
+        assert 0.5 < rows[f"{name}_gradient"] < 1
+
+
+@pytest.mark.parametrize("committed", sorted((BENCHMARKS / "results").glob("fp8_curves*.json")))
+def test_fp8_curves_reads_what_it_wrote(committed, tmp_path):
+    report, written = tmp_path / "report.json", json.loads(committed.read_text())
+    run("fp8_curves.py", "--results", committed, "--json", report)
+    again = json.loads(report.read_text())
+    for key in ("rows", "curves", "steps"):
+        assert again[key] == written[key]
+
+
 def test_peers_says_where_trl_is_missing(tmp_path):
     bare = tmp_path / "python"  # without site-packages there is no TRL, whatever is installed
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
