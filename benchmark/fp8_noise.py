@@ -82,7 +82,10 @@ def build(folder: Path, *, in_fp8: bool = False, left_out: str = "") -> Decoder:
     config = own_config(read_hf_config(folder))
     model = build_model(config, device="cpu", dtype=torch.float32, is_critic=False)
     if in_fp8:
-        train_in_fp8(model, left_out.split(",") if left_out else [])
+        try:
+            train_in_fp8(model, left_out.split(",") if left_out else [])
+        except ValueError as error:  # no such layer
+            raise SystemExit(f"--leave-out {left_out}: {error}") from None
     load_hf(model, folder)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
