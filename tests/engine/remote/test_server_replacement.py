@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import pickle
 import signal
+import socket
 
 import pytest
 from tiny import tiny_model, write_tiny_model
@@ -28,6 +30,7 @@ class Launches:
     def __init__(self, model, log) -> None:
         self._model, self._log = model, log
         self.pids: list[int] = []
+        self._address = ""
         self.look = list  # called at each launch, for `seen`
         self.seen: list = []
 
@@ -37,10 +40,16 @@ class Launches:
             self._model, token=TOKEN, num_pages=200, log_path=self._log, setup_timeout_s=900
         )
         self.pids.append(child.pid)
+        self._address = address
         return child, address
 
     def kill(self) -> None:
+        """Returns when nobody listens any more: a forked server ends a moment after its client."""
+        host, _, port = self._address.rpartition(":")
         os.kill(self.pids[-1], signal.SIGKILL)
+        with contextlib.suppress(OSError):
+            while True:
+                socket.create_connection((host, int(port)), timeout=60).close()
 
 
 def requests():
