@@ -46,6 +46,8 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=2e-5)
     parser.add_argument("--json", metavar="FILE", help="write the rows")
     args = parser.parse_args()
+    if not (args.model / "config.json").is_file():
+        parser.error(f"--model {args.model}: there is no config.json; give a Hugging Face folder")
     torch.manual_seed(1)
     texts = draw_texts(args.model, args.texts, args.length)
     advantages = torch.randn(args.texts)
@@ -68,7 +70,7 @@ def main() -> None:
 
 
 def draw_texts(folder: Path, num_texts: int, length: int) -> torch.Tensor:
-    """[texts, length], each from one token on: the first of the vocabulary that may begin one."""
+    """[texts, length], each begun by the model's bos token, or by token 0 if it names none."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     first = model.config.bos_token_id or 0
     begun = torch.full((num_texts, 1), first)

@@ -227,10 +227,10 @@ def test_fp8_noise_is_of_the_layers_in_fp8(tmp_path):
     written = json.loads(report.read_text())
     assert written.keys() == KEYS
     rows = {row["name"]: row["value"] for row in written["rows"]}
-    assert rows[f"{every}_logprob"] == rows[f"{every}_ratio"] == 0 < rows["plain_ratio"]
+    assert max(rows[f"{every}_logprob"], rows[f"{every}_ratio"]) < 1e-5 < rows["plain_ratio"]
     assert rows[f"{every}_gradient"] == pytest.approx(1)
     for name in ("all", "attention"):
-        assert rows[f"{name}_logprob"] > 0 and rows[f"{name}_ratio"] > 0
+        assert min(rows[f"{name}_logprob"], rows[f"{name}_ratio"]) > 1e-4
         assert 0.5 < rows[f"{name}_gradient"] < 1
 
 

@@ -8,6 +8,7 @@ import os
 import pickle
 import signal
 import socket
+import time
 
 import pytest
 from tiny import tiny_model, write_tiny_model
@@ -47,9 +48,11 @@ class Launches:
         """Returns when nobody listens any more: a forked server ends a moment after its client."""
         host, _, port = self._address.rpartition(":")
         os.kill(self.pids[-1], signal.SIGKILL)
+        deadline = time.monotonic() + 300
         with contextlib.suppress(OSError):
-            while True:
+            while time.monotonic() < deadline:
                 socket.create_connection((host, int(port)), timeout=60).close()
+                time.sleep(0.01)
 
 
 def requests():
